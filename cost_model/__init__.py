@@ -1,0 +1,37 @@
+"""How long things take: hardware, matmuls, collectives, and rings in their place.
+
+The bottom floor of overlap-collectives. It knows no jaxpr and imports no JAX: numbers of bytes and matrix
+sizes go in, seconds come out.
+
+    work = RingWork(collective="all_gather", axis_size=16, shard_bytes=..., matmuls=..., partials=..., ...)
+    directions, estimate = best(work, by_name("tpu_v5p"))
+    estimate.benefit_s > 0      # rewriting pays
+"""
+
+from cost_model.chips import by_name, from_device_kind, names
+from cost_model.collectives import all_gather_s, all_reduce_s, all_to_all_s, hop_s, reduce_scatter_s
+from cost_model.dtypes import dtype_bytes
+from cost_model.hardware import Hardware
+from cost_model.matmul import Matmul, matmul_s
+from cost_model.ring import Directions, Estimate, RingWork, best, estimate, ring_hop_s
+
+__all__ = [
+    "Directions",
+    "Estimate",
+    "Hardware",
+    "Matmul",
+    "RingWork",
+    "all_gather_s",
+    "all_reduce_s",
+    "all_to_all_s",
+    "best",
+    "by_name",
+    "dtype_bytes",
+    "estimate",
+    "from_device_kind",
+    "hop_s",
+    "matmul_s",
+    "names",
+    "reduce_scatter_s",
+    "ring_hop_s",
+]

@@ -1,0 +1,223 @@
+"""The accelerators the cost model knows, and how to find one by name or by JAX's `device_kind`.
+
+TPU rates: the scaling book's tables ("How to Think About TPUs") and the Cloud TPU pages of each generation.
+On TPU a float32 matmul at JAX's default precision is one bfloat16 pass, hence its rate. Efficiency and
+overhead of matmuls are fitted to the TPU compiler's cycle estimates ([M,8192]·[8192,2048] in bfloat16, M from
+64 to 8192), at 1.05 GHz for v4 (one of its two cores), 1.5 for v5e, 1.75 for v5p and v6e; 7x at an assumed 2
+GHz, as its clock is not published. A hop's latency of about 1 µs is the scaling book's. On-chip memory is
+VMEM (CMEM on v4), that of both cores where JAX sees them as one device.
+
+GPU rates: NVIDIA's data sheets for the SXM boards, dense (their sparse figures halved); float32 is TF32,
+JAX's default. On-chip memory is the L2 cache. A link is one NVLink, a GPU's links all lead to the switch.
+Efficiency is what large cuBLAS matmuls commonly reach under the power limit, overhead a kernel launch with
+its ramp, and the hop's latency that of a NCCL send and receive kernel. These three are rounded experience,
+not data-sheet figures. XLA:GPU keeps one collective in flight by default, so opposite hops do not overlap.
+PCIe and NVL boards have no such switch and are left unknown.
+"""
+
+from cost_model.hardware import Hardware
+
+
+def _gpu(
+    name: str,
+    device_kinds: tuple[str, ...],
+    peak_flops: tuple[tuple[str, float], ...],
+    *,
+    hbm_bytes_per_s: float,
+    link_bytes_per_s: float,
+    links_per_axis: int,
+    matmul_efficiency: float,
+    on_chip_bytes: float,
+) -> Hardware:
+    return Hardware(
+        name=name,
+        device_kinds=device_kinds,
+        peak_flops=peak_flops,
+        hbm_bytes_per_s=hbm_bytes_per_s,
+        link_bytes_per_s=link_bytes_per_s,
+        links_per_axis=links_per_axis,
+        hop_latency_s=8e-6,
+        network="switch",
+        matmul_efficiency=matmul_efficiency,
+        matmul_overhead_s=4e-6,
+        matmul_tile=(64, 16, 64),
+        on_chip_bytes=on_chip_bytes,
+        opposite_hops_overlap=False,
+    )
+
+
+_HOPPER_FLOPS = (
+    ("float64", 6.7e13),
+    ("float32", 4.945e14),
+    ("bfloat16", 9.89e14),
+    ("float8", 1.979e15),
+    ("int8", 1.979e15),
+)
+
+_CHIPS = (
+    Hardware(
+        name="tpu_v4",
+        device_kinds=("TPU v4",),
+        peak_flops=(("float32", 2.75e14), ("bfloat16", 2.75e14), ("int8", 2.75e14)),
+        hbm_bytes_per_s=1.2e12,
+        link_bytes_per_s=4.5e10,
+        hop_latency_s=1e-6,
+        network="torus",
+        wraparound_multiple=4,
+        matmul_efficiency=0.955,
+        matmul_overhead_s=7e-6,
+        matmul_tile=(8, 128, 128),
+        on_chip_bytes=128 * 2**20,
+    ),
+    Hardware(
+        name="tpu_v5e",
+        device_kinds=("TPU v5 lite", "TPU v5e"),
+        peak_flops=(("float32", 1.97e14), ("bfloat16", 1.97e14), ("int8", 3.94e14)),
+        hbm_bytes_per_s=8.1e11,
+        link_bytes_per_s=4.5e10,
+        hop_latency_s=1e-6,
+        network="torus",
+        wraparound_multiple=16,
+        matmul_efficiency=0.965,
+        matmul_overhead_s=4.6e-6,
+        matmul_tile=(8, 128, 128),
+        on_chip_bytes=128 * 2**20,
+    ),
+    Hardware(
+        name="tpu_v5p",
+        device_kinds=("TPU v5", "TPU v5p"),
+        peak_flops=(("float32", 4.59e14), ("bfloat16", 4.59e14), ("int8", 9.18e14)),
+        hbm_bytes_per_s=2.765e12,
+        link_bytes_per_s=9e10,
+        hop_latency_s=1e-6,
+        network="torus",
+        wraparound_multiple=4,
+        matmul_efficiency=0.965,
+        matmul_overhead_s=3.7e-6,
+        matmul_tile=(8, 128, 128),
+        on_chip_bytes=128 * 2**20,
+    ),
+    Hardware(
+        name="tpu_v6e",
+        device_kinds=("TPU v6 lite", "TPU v6e"),
+        peak_flops=(("float32", 9.18e14), ("bfloat16", 9.18e14), ("int8", 1.836e15)),
+        hbm_bytes_per_s=1.6e12,
+        link_bytes_per_s=9e10,
+        hop_latency_s=1e-6,
+        network="torus",
+        wraparound_multiple=16,
+        matmul_efficiency=0.88,
+        matmul_overhead_s=6e-6,
+        matmul_tile=(8, 256, 256),
+        on_chip_bytes=128 * 2**20,
+    ),
+    # JAX sees each of a chip's two dies as a device: half of the chip's FLOP/s and memory bandwidth. The
+    # links belong to the chip; an axis that runs through both dies of every chip has them to itself.
+    Hardware(
+        name="tpu_7x",
+        device_kinds=("TPU7x",),
+        peak_flops=(
+            ("float32", 1.1535e15),
+            ("bfloat16", 1.1535e15),
+            ("float8", 2.307e15),
+            ("int8", 2.307e15),
+        ),
+        hbm_bytes_per_s=3.69e12,
+        link_bytes_per_s=9e10,
+        hop_latency_s=1e-6,
+        network="torus",
+        wraparound_multiple=4,
+        matmul_efficiency=0.88,
+        matmul_overhead_s=4.5e-6,
+        matmul_tile=(8, 256, 256),
+        on_chip_bytes=64 * 2**20,
+    ),
+    _gpu(
+        "a100",
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-40GB", "A100-SXM4-80GB", "A100-SXM4-40GB"),
+        (("float64", 1.95e13), ("float32", 1.56e14), ("bfloat16", 3.12e14), ("int8", 6.24e14)),
+        hbm_bytes_per_s=2.0e12,
+        link_bytes_per_s=2.5e10,
+        links_per_axis=12,
+        matmul_efficiency=0.85,
+        on_chip_bytes=40e6,
+    ),
+    _gpu(
+        "h100",
+        ("NVIDIA H100 80GB HBM3",),
+        _HOPPER_FLOPS,
+        hbm_bytes_per_s=3.35e12,
+        link_bytes_per_s=2.5e10,
+        links_per_axis=18,
+        matmul_efficiency=0.75,
+        on_chip_bytes=50e6,
+    ),
+    _gpu(
+        "h200",
+        ("NVIDIA H200",),
+        _HOPPER_FLOPS,
+        hbm_bytes_per_s=4.8e12,
+        link_bytes_per_s=2.5e10,
+        links_per_axis=18,
+        matmul_efficiency=0.75,
+        on_chip_bytes=50e6,
+    ),
+    _gpu(
+        "b200",
+        ("NVIDIA B200",),
+        (
+            ("float64", 3.7e13),
+            ("float32", 1.1e15),
+            ("bfloat16", 2.25e15),
+            ("float8", 4.5e15),
+            ("int8", 4.5e15),
+        ),
+        hbm_bytes_per_s=8.0e12,
+        link_bytes_per_s=5e10,
+        links_per_axis=18,
+        matmul_efficiency=0.75,
+        on_chip_bytes=126e6,
+    ),
+    # Virtual CPU devices share cores and memory: a collective is a copy with a rendezvous, made by the cores
+    # that would multiply. The rates only have to be plausible; what matters is that nothing overlaps.
+    Hardware(
+        name="cpu",
+        device_kinds=("cpu",),
+        peak_flops=(("float64", 5e10), ("float32", 1e11)),
+        hbm_bytes_per_s=2e10,
+        link_bytes_per_s=1e10,
+        hop_latency_s=2e-5,
+        network="switch",
+        matmul_efficiency=0.8,
+        matmul_overhead_s=5e-6,
+        matmul_tile=(1, 1, 8),
+        on_chip_bytes=32e6,
+        overlaps=False,
+        opposite_hops_overlap=False,
+    ),
+)
+
+_BY_NAME = {chip.name: chip for chip in _CHIPS}
+_BY_DEVICE_KIND = {kind: chip for chip in _CHIPS for kind in chip.device_kinds}
+
+
+def names() -> tuple[str, ...]:
+    """The names `by_name` accepts."""
+    return tuple(_BY_NAME)
+
+
+def by_name(name: str) -> Hardware:
+    """The hardware of this name, such as `"tpu_v5p"`.
+
+    Raises:
+      ValueError: no hardware has this name; the message lists those there are.
+    """
+    try:
+        return _BY_NAME[name]
+    except KeyError:
+        raise ValueError(f"unknown hardware {name!r}; known: {', '.join(names())}") from None
+
+
+def from_device_kind(kind: str) -> Hardware | None:
+    """The hardware that JAX reports under this `device_kind`, such as `"TPU v5 lite"`; None if unknown."""
+    return _BY_DEVICE_KIND.get(kind)

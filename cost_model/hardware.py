@@ -1,0 +1,156 @@
+"""What the cost model knows of an accelerator: rates, latencies, the shape of its network."""
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from cost_model.dtypes import parse_dtype
+
+SCHEMA = 1
+"""Version of the JSON form of `Hardware`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One device, as JAX counts devices, and the links that join it to its neighbours on a mesh axis.
+
+    Attributes:
+      name: the name `by_name` knows it under.
+      device_kinds: the `device_kind` strings with which JAX reports it.
+      peak_flops: (dtype name, FLOP/s) pairs of dense matmuls at JAX's default precision. See `flops_for`.
+      hbm_bytes_per_s: bandwidth of main memory, reads and writes together.
+      link_bytes_per_s: bandwidth of one link, one way.
+      links_per_axis: links, per direction, that carry the traffic of one mesh axis. See `axis_bytes_per_s`.
+      hop_latency_s: the least time a message to a neighbour takes, however short.
+      network: "torus", where a device reaches its two neighbours on an axis, or "switch", where every pair of
+        devices is one hop apart and a device's links are shared by all its transfers.
+      wraparound_multiple: on a torus, the axis sizes whose ends are joined are its multiples. 0: none.
+      matmul_efficiency: the fraction of the peak that a large matmul reaches.
+      matmul_overhead_s: fixed cost of every matmul: filling and draining the matrix unit's pipeline, and the
+        launch. It is why many small matmuls take longer than a large one.
+      on_chip_bytes: memory close to the matrix unit (VMEM, L2), in which an operand used again can stay.
+      matmul_tile: the multiples to which the hardware pads (M, K, N).
+      overlaps: whether communication can run beside compute at all.
+      opposite_hops_overlap: whether two hops in opposite directions can be in flight together.
+
+    Raises:
+      ValueError: a rate, time or count is not a positive finite number, or `network` is unknown.
+    """
+
+    name: str
+    device_kinds: tuple[str, ...] = ()
+    peak_flops: tuple[tuple[str, float], ...]
+    hbm_bytes_per_s: float
+    link_bytes_per_s: float
+    links_per_axis: int = 1
+    hop_latency_s: float
+    network: Literal["torus", "switch"]
+    wraparound_multiple: int = 0
+    matmul_efficiency: float
+    matmul_overhead_s: float
+    matmul_tile: tuple[int, int, int]
+    on_chip_bytes: float
+    overlaps: bool = True
+    opposite_hops_overlap: bool = True
+
+    def __post_init__(self) -> None:
+        positive = {
+            "hbm_bytes_per_s": self.hbm_bytes_per_s,
+            "link_bytes_per_s": self.link_bytes_per_s,
+            "links_per_axis": self.links_per_axis,
+            "hop_latency_s": self.hop_latency_s,
+            "matmul_efficiency": self.matmul_efficiency,
+            "matmul_overhead_s": self.matmul_overhead_s,
+            "on_chip_bytes": self.on_chip_bytes,
+            **{f"peak_flops[{dtype!r}]": flops for dtype, flops in self.peak_flops},
+            **{f"matmul_tile[{i}]": multiple for i, multiple in enumerate(self.matmul_tile)},
+        }
+        for field, value in positive.items():
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(
+                    f"hardware {self.name!r}: {field} must be positive and finite, got {value!r}"
+                )
+        if self.matmul_efficiency > 1:
+            raise ValueError(
+                f"hardware {self.name!r}: matmul_efficiency must be at most 1, got {self.matmul_efficiency!r}"
+            )
+        if len(self.matmul_tile) != 3:
+            raise ValueError(
+                f"hardware {self.name!r}: matmul_tile must be (M, K, N), got {self.matmul_tile!r}"
+            )
+        if self.wraparound_multiple < 0:
+            raise ValueError(
+                f"hardware {self.name!r}: wraparound_multiple must not be negative, "
+                f"got {self.wraparound_multiple!r}"
+            )
+        if self.network not in ("torus", "switch"):
+            raise ValueError(
+                f"hardware {self.name!r}: network must be 'torus' or 'switch', got {self.network!r}"
+            )
+        if not self.peak_flops:
+            raise ValueError(f"hardware {self.name!r}: peak_flops must name at least one dtype")
+        for dtype, _ in self.peak_flops:
+            parse_dtype(dtype)
+
+    @property
+    def axis_bytes_per_s(self) -> float:
+        """Bytes per second that one device can send in one direction of a mesh axis."""
+        return self.link_bytes_per_s * self.links_per_axis
+
+    def flops_for(self, dtype: str) -> float:
+        """Peak FLOP/s of a dense matmul whose operands have this dtype.
+
+        A dtype without an entry of its own is computed in the narrowest listed dtype of its kind (float or
+        integer) that holds it: float8 runs at the bfloat16 rate where there is no float8 unit. One that none
+        holds (float64, complex, an unknown name) gets the slowest listed rate, so that a wider dtype is never
+        the faster one.
+        """
+        slowest = min(flops for _, flops in self.peak_flops)
+        try:
+            kind, bits = parse_dtype(dtype)
+        except ValueError:
+            return slowest
+        holders = [(parse_dtype(listed), flops) for listed, flops in self.peak_flops]
+        rates = [(width, flops) for (of_kind, width), flops in holders if of_kind == kind and width >= bits]
+        return min(rates)[1] if rates else slowest
+
+    def has_wraparound(self, axis_size: int) -> bool:
+        """Whether the last device of a mesh axis of this size is a neighbour of the first.
+
+        The inference TPUs (v5e, v6e) join the ends of a full axis of 16, the training TPUs (v4, v5p, 7x)
+        those of an axis that is a multiple of 4 (scaling book, "How to Think About TPUs"). An axis that is a
+        multiple of those and folds through several physical axes closes on itself too. Behind a switch every
+        pair is one hop apart.
+        """
+        if self.network == "switch":
+            return True
+        return self.wraparound_multiple > 0 and axis_size % self.wraparound_multiple == 0
+
+    def to_json(self) -> str:
+        """A JSON object with every field and the `schema` version; `from_json` reads it back unchanged."""
+        return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Hardware":
+        """Reads what `to_json` wrote, or a description of one's own hardware in that form.
+
+        Raises:
+          ValueError: `text` is no JSON object, has another schema, a missing or unknown field, or a value
+          that
+            `Hardware` refuses.
+        """
+        fields: Any = json.loads(text)
+        if not isinstance(fields, dict) or fields.pop("schema", None) != SCHEMA:
+            raise ValueError(f'a hardware description is a JSON object with "schema": {SCHEMA}')
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(fields.keys() - known):
+            raise ValueError(f"unknown hardware fields {unknown}; the fields are {sorted(known)}")
+        try:
+            fields["device_kinds"] = tuple(fields.get("device_kinds", ()))
+            fields["peak_flops"] = tuple((dtype, flops) for dtype, flops in fields["peak_flops"])
+            fields["matmul_tile"] = tuple(fields["matmul_tile"])
+            return cls(**fields)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"incomplete or ill-typed hardware description: {error}") from error

@@ -1,0 +1,120 @@
+"""The description of an accelerator: its rules, its checks, its JSON form."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+from cost_model import Hardware, by_name, names
+
+
+@pytest.mark.parametrize("name", names())
+def test_json_round_trip_changes_nothing(name: str) -> None:
+    hardware = by_name(name)
+    again = Hardware.from_json(hardware.to_json())
+    assert again == hardware
+    assert hash(again) == hash(hardware)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schema": 99}, "schema"),
+        ({"warp_drive": 9}, "warp_drive"),
+        ({"hop_latency_s": "soon"}, "ill-typed"),
+        ({"hbm_bytes_per_s": -1}, "hbm_bytes_per_s"),
+    ],
+)
+def test_json_with_a_wrong_field_is_refused(change: dict[str, object], message: str) -> None:
+    fields = {**json.loads(by_name("h100").to_json()), **change}
+    with pytest.raises(ValueError, match=message):
+        Hardware.from_json(json.dumps(fields))
+
+
+@pytest.mark.parametrize("missing", ["schema", "peak_flops", "hop_latency_s"])
+def test_json_without_a_needed_field_is_refused(missing: str) -> None:
+    fields = json.loads(by_name("h100").to_json())
+    del fields[missing]
+    with pytest.raises(ValueError, match=missing):
+        Hardware.from_json(json.dumps(fields))
+
+
+@pytest.mark.parametrize("text", ["[]", "not json", "null"])
+def test_what_is_no_json_object_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        Hardware.from_json(text)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize(
+    "field",
+    ["hbm_bytes_per_s", "link_bytes_per_s", "hop_latency_s", "matmul_overhead_s", "matmul_efficiency"],
+)
+def test_rates_and_times_must_be_positive_and_finite(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=field):
+        dataclasses.replace(by_name("tpu_v5p"), **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peak_flops": (("bfloat16", math.nan),)}, "bfloat16"),
+        ({"peak_flops": ()}, "at least one dtype"),
+        ({"peak_flops": (("bf16", 1e12),)}, "unknown dtype 'bf16'"),
+        ({"network": "mesh"}, "torus"),
+        ({"matmul_tile": (8, 128)}, "matmul_tile"),
+        ({"matmul_efficiency": 1.5}, "at most 1"),
+        ({"wraparound_multiple": -4}, "wraparound_multiple"),
+    ],
+)
+def test_other_fields_are_checked_too(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(by_name("tpu_v5p"), **change)
+
+
+def test_each_dtype_has_the_rate_of_the_unit_that_computes_it() -> None:
+    v5e, h100 = by_name("tpu_v5e"), by_name("h100")
+    assert v5e.flops_for("bfloat16") == 1.97e14
+    assert v5e.flops_for("int8") == v5e.flops_for("uint8") == v5e.flops_for("int4") == 3.94e14
+    assert v5e.flops_for("float8_e4m3fn") == v5e.flops_for("bfloat16"), "no float8 unit: computed as bfloat16"
+    assert h100.flops_for("float8_e5m2") == 1.979e15
+    assert h100.flops_for("float16") == h100.flops_for("bfloat16")
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_wider_float_is_never_the_faster_one(name: str) -> None:
+    rates = [by_name(name).flops_for(dtype) for dtype in ("float8_e4m3fn", "bfloat16", "float32", "float64")]
+    assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize("name", names())
+def test_an_unknown_dtype_gets_the_slowest_rate(name: str) -> None:
+    hardware = by_name(name)
+    assert hardware.flops_for("posit16") == min(flops for _, flops in hardware.peak_flops)
+
+
+@pytest.mark.parametrize(
+    ("name", "joined", "open_ended"),
+    [
+        ("tpu_v4", (4, 8, 16), (1, 2, 6)),
+        ("tpu_v5e", (16,), (2, 4, 8)),
+        ("tpu_v6e", (16, 256), (2, 4, 8)),
+        ("tpu_v5p", (4, 12, 28), (2, 3)),
+        ("h100", (2, 3, 8), ()),
+    ],
+)
+def test_axes_close_on_themselves_by_size(
+    name: str, joined: tuple[int, ...], open_ended: tuple[int, ...]
+) -> None:
+    hardware = by_name(name)
+    assert all(hardware.has_wraparound(size) for size in joined)
+    assert not any(hardware.has_wraparound(size) for size in open_ended)
+
+
+def test_the_cost_model_imports_neither_jax_nor_numpy() -> None:
+    check = "import sys, cost_model; print({'jax', 'numpy', 'passes', 'overlap'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"

@@ -1,0 +1,98 @@
+"""The time of a matmul, against the TPU compiler's estimates and its own laws."""
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cost_model import Hardware, Matmul, by_name, matmul_s, names
+
+_SIZES = st.integers(1, 1 << 16)
+_HARDWARE = st.sampled_from([by_name(name) for name in names()])
+
+
+def _efficiency(matmul: Matmul, hardware: Hardware) -> float:
+    seconds = matmul_s(matmul, hardware, on_chip_bytes=math.inf)
+    return matmul.flops / hardware.flops_for(matmul.dtype) / seconds
+
+
+# From the TPU compiler's estimated cycles of [M,8192]·[8192,2048] in bfloat16, operands in VMEM.
+@pytest.mark.parametrize(
+    ("name", "m", "fraction"),
+    [
+        ("tpu_v5p", 8192, 0.96),
+        ("tpu_v5p", 1024, 0.92),
+        ("tpu_v5p", 512, 0.87),
+        ("tpu_v5p", 256, 0.80),
+        ("tpu_v5p", 128, 0.70),
+        ("tpu_v5p", 64, 0.57),
+        ("tpu_v5e", 8192, 0.966),
+        ("tpu_v5e", 1024, 0.932),
+        ("tpu_v5e", 256, 0.864),
+        ("tpu_v5e", 64, 0.701),
+        ("tpu_v6e", 8192, 0.864),
+        ("tpu_v6e", 1024, 0.771),
+        ("tpu_v6e", 256, 0.587),
+        ("tpu_v6e", 64, 0.271),
+    ],
+)
+def test_efficiency_falls_with_m_as_the_tpu_compiler_has_it(name: str, m: int, fraction: float) -> None:
+    assert _efficiency(Matmul(m=m, k=8192, n=2048), by_name(name)) == pytest.approx(fraction, rel=0.05)
+
+
+def test_flops_and_bytes_count_each_operand_once_and_the_batch() -> None:
+    matmul = Matmul(batch=3, m=4, k=5, n=6, dtype="bfloat16", out_dtype="float32")
+    assert matmul.flops == 2 * 3 * 4 * 5 * 6
+    assert matmul.bytes == 3 * (2 * (4 * 5 + 5 * 6) + 4 * 4 * 6)
+
+
+def test_a_matrix_times_a_few_rows_takes_as_long_as_reading_the_matrix() -> None:
+    v5e = by_name("tpu_v5e")
+    reading_s = 8192 * 8192 * 2 / 8.1e11
+    assert matmul_s(Matmul(m=8, k=8192, n=8192), v5e) == pytest.approx(reading_s + 4.6e-6, rel=0.01)
+
+
+def test_operands_on_chip_need_no_reading() -> None:
+    v5e, matmul = by_name("tpu_v5e"), Matmul(m=8, k=8192, n=8192)
+    assert matmul_s(matmul, v5e, on_chip_bytes=matmul.k * matmul.n * 2) < matmul_s(matmul, v5e) / 4
+
+
+def test_small_dimensions_are_padded_to_the_tile() -> None:
+    v5p = dataclasses.replace(by_name("tpu_v5p"), hbm_bytes_per_s=1e18)
+    padded = matmul_s(Matmul(m=4096, k=128, n=4096), v5p)
+    assert matmul_s(Matmul(m=4096, k=16, n=4096), v5p) == padded
+    assert matmul_s(Matmul(m=4096, k=129, n=4096), v5p) > padded
+
+
+def test_an_empty_matmul_is_free() -> None:
+    assert matmul_s(Matmul(m=0, k=8, n=8), by_name("tpu_v5p")) == 0
+
+
+@pytest.mark.parametrize("bad", [{"m": -1}, {"batch": -1}, {"dtype": "bf16"}, {"out_dtype": "wide"}])
+def test_impossible_matmuls_are_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(ValueError):
+        dataclasses.replace(Matmul(m=8, k=8, n=8), **bad)
+
+
+def test_pieces_share_the_operand_that_is_not_cut() -> None:
+    whole = Matmul(batch=2, m=64, k=32, n=16)
+    assert dataclasses.replace(whole, m=8).stationary_bytes(whole) == 2 * 32 * 16 * 2
+    assert dataclasses.replace(whole, n=2).stationary_bytes(whole) == 2 * 64 * 32 * 2
+    assert dataclasses.replace(whole, k=4).stationary_bytes(whole) == 0
+    assert dataclasses.replace(whole, batch=1).stationary_bytes(whole) == 0
+
+
+@given(_SIZES, _SIZES, _SIZES, st.integers(0, 1 << 12), _HARDWARE)
+def test_a_larger_matmul_is_never_faster(m: int, k: int, n: int, more: int, hardware: Hardware) -> None:
+    matmul = Matmul(m=m, k=k, n=n)
+    for dim in ("m", "k", "n"):
+        larger = dataclasses.replace(matmul, **{dim: getattr(matmul, dim) + more})
+        assert matmul_s(larger, hardware) >= matmul_s(matmul, hardware)
+
+
+@given(_SIZES, _SIZES, _SIZES, _HARDWARE)
+def test_two_halves_take_longer_than_the_whole(m: int, k: int, n: int, hardware: Hardware) -> None:
+    matmul = Matmul(m=m, k=k, n=n)
+    assert 2 * matmul_s(matmul.halved(), hardware) > matmul_s(matmul, hardware)
