@@ -1,0 +1,1 @@
+"""Benchmarks: scripts that measure the library, and the programs they share."""

@@ -1,0 +1,1 @@
+"""Realistic programs shared by the tests, the benchmarks and the demo; none knows the library."""
