@@ -1,0 +1,23 @@
+"""Jaxpr in, jaxpr out: finds chains of a collective and its dots, decides, and runs them as rings."""
+
+from passes.decide import POLICIES, Policy
+from passes.match import Match, match
+from passes.plan import Plan, make_plan, sites
+from passes.reasons import Code, Reason
+from passes.rewrite import RewriteError, rewritten
+from passes.site import Site
+
+__all__ = [
+    "POLICIES",
+    "Code",
+    "Match",
+    "Plan",
+    "Policy",
+    "Reason",
+    "RewriteError",
+    "Site",
+    "make_plan",
+    "match",
+    "rewritten",
+    "sites",
+]

@@ -1,0 +1,125 @@
+"""Runs the operations of a chain on one piece of their blocked dims."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from fractions import Fraction
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from passes import shims
+from passes.blocks import Blockwise, block_params
+from passes.chains import BlockOp
+from passes.gather_match import call_of
+from passes.graph import Dataflow, Operand
+from passes.schedule import Part
+
+Read = Callable[[Operand], Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of one block.
+
+    Attributes:
+      owner: index along the axis of the device whose block it is; traced, int32.
+      part: which part of the block.
+      axis_size: number of blocks.
+    """
+
+    owner: Any
+    part: Part
+    axis_size: int
+
+    @property
+    def share(self) -> Fraction:
+        """How much of the whole dim the piece is."""
+        return self.part.share / self.axis_size
+
+    def offset(self, size: int) -> Any:
+        """Where the piece begins in a dim of ``size`` elements; traced."""
+        block = size // self.axis_size
+        return self.owner * block + int(self.part.start * block)
+
+    def of(self, whole: Any, dim: int) -> Any:
+        """The piece of a whole array."""
+        size = whole.shape[dim]
+        return lax.dynamic_slice_in_dim(whole, self.offset(size), int(size * self.share), dim)
+
+    def place(self, whole: Any, piece: Any, dim: int) -> Any:
+        """The whole array with the piece written into it."""
+        return lax.dynamic_update_slice_in_dim(whole, piece, self.offset(whole.shape[dim]), dim)
+
+
+def accumulator_dtype(dtype: Any) -> Any:
+    """Partial sums of floats narrower than 32 bits are added up in float32; others in their own type."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+    return jnp.dtype(jnp.float32) if narrow else dtype
+
+
+def run_on_piece(
+    flow: Dataflow,
+    blocks: Iterable[BlockOp],
+    pieces: dict[int, Any],
+    piece: Piece,
+    read: Read,
+    widened: frozenset[int] = frozenset(),
+) -> None:
+    """Runs operations on one piece and adds what they make to ``pieces``, value by value.
+
+    Args:
+      flow: the dataflow graph.
+      blocks: operations, in program order.
+      pieces: values of which the piece is at hand.
+      piece: which piece; operands that are not at hand are cut out of the whole.
+      read: gives whole values.
+      widened: operations whose results are wanted in the accumulator's dtype.
+    """
+    for block in blocks:
+        op = flow.ops[block.op]
+        operands = []
+        for operand, dim in zip(op.inputs, block.dims.operand_dims, strict=True):
+            if dim is not None and isinstance(operand, int) and operand in pieces:
+                operands.append(pieces[operand])
+            else:
+                operands.append(read(operand) if dim is None else piece.of(read(operand), dim))
+        params = dict(op.params)
+        if isinstance(block.dims, Blockwise):
+            params = dict(block_params(op.name, call_of(flow, op), block.dims, piece.share))
+        if block.op in widened:
+            dtype = accumulator_dtype(flow.avals[op.outputs[0]].dtype)
+            if op.name == "dot_general":
+                params["preferred_element_type"] = dtype
+            elif op.name == "convert_element_type":
+                params["new_dtype"] = accumulator_dtype(params["new_dtype"])
+        with shims.equation_scope(op.eqn, op.scope):
+            results = op.eqn.primitive.bind(*operands, **op.eqn.primitive.get_bind_params(params))
+        results = results if op.eqn.primitive.multiple_results else (results,)
+        pieces.update(zip(op.outputs, results, strict=True))
+
+
+def blank(aval: Any) -> Any:
+    """An uninitialised array of a type, to place pieces in: zero-filling costs real time."""
+    array = lax.empty(aval.shape, aval.dtype)
+    axes = tuple(sorted(shims.varying_axes(aval)))
+    return lax.pcast(array, axes, to="varying") if axes else array
+
+
+def hop(value: Any, axis: str, axis_size: int, step: int) -> Any:
+    """Sends a value so that each device receives that of the device ``step`` places further along the axis."""
+    return lax.ppermute(value, axis, [(source, (source - step) % axis_size) for source in range(axis_size)])
+
+
+def owner_after(axis: str, axis_size: int, distance: int) -> Any:
+    """The index of the device ``distance`` places along the axis from this one; traced, int32."""
+    return lax.rem(lax.axis_index(axis) + jnp.int32(distance % axis_size), jnp.int32(axis_size))
+
+
+def tie(*values: Any) -> tuple[Any, ...]:
+    """Makes each of the values wait for all of them, which keeps a hop beside the matmul it should overlap."""
+    return tuple(lax.optimization_barrier(values))
+
+

@@ -1,0 +1,242 @@
+"""A jaxpr as a dataflow graph: operations, the values between them, and who uses which value.
+
+Inner ``jit`` calls that a chain crosses (an activation between a gather and its dot, say) are inlined
+here, so that the finders see one flat program. The others stay calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import networkx as nx
+
+from passes import shims
+from passes.blocks import is_blockwise
+
+GATHERS = frozenset({"all_gather", "all_gather_invariant", "all_gather_reduced"})
+SCATTERS = frozenset({"reduce_scatter", "unreduced_reduce_scatter"})
+REDUCTIONS = frozenset({"psum", "psum_invariant", "unreduced_psum"})
+EXCHANGES = frozenset({"all_to_all"})
+COLLECTIVES = GATHERS | SCATTERS | REDUCTIONS | EXCHANGES
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Literal:
+    """A constant operand; compared by identity, since its value may be an array."""
+
+    val: Any
+    aval: Any
+
+
+Operand = int | Literal
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Op:
+    """One equation, its operands and results named by value number.
+
+    Attributes:
+      eqn: the jaxpr equation (primitive, parameters, source).
+      inputs: value numbers or literals.
+      outputs: value numbers.
+      scope: name scopes of the inlined calls around the equation; None outside of any.
+    """
+
+    eqn: Any
+    inputs: tuple[Operand, ...]
+    outputs: tuple[int, ...]
+    scope: Any = None
+
+    @property
+    def name(self) -> str:
+        """The primitive's name."""
+        return str(self.eqn.primitive.name)
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """The equation's parameters."""
+        return self.eqn.params  # type: ignore[no-any-return]
+
+    @property
+    def source(self) -> str:
+        """The user's source line."""
+        return shims.source_line(self.eqn)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataflow:
+    """A jaxpr with numbered values.
+
+    Attributes:
+      ops: the equations in program order.
+      avals: the type of each value.
+      inputs: value numbers of the jaxpr's arguments.
+      outputs: the jaxpr's results.
+      constants: values known when the jaxpr was made.
+    """
+
+    ops: tuple[Op, ...]
+    avals: tuple[Any, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[Operand, ...]
+    constants: Mapping[int, Any]
+
+    @cached_property
+    def producer(self) -> Mapping[int, int]:
+        """The operation that makes each value; arguments and constants have none."""
+        return {value: index for index, op in enumerate(self.ops) for value in op.outputs}
+
+    @cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """The operations that read each value, once per operand; -1 for a result of the jaxpr."""
+        users: list[list[int]] = [[] for _ in self.avals]
+        for index, op in enumerate(self.ops):
+            for operand in op.inputs:
+                if isinstance(operand, int):
+                    users[operand].append(index)
+        for operand in self.outputs:
+            if isinstance(operand, int):
+                users[operand].append(-1)
+        return tuple(map(tuple, users))
+
+    def graph(self) -> nx.DiGraph[int]:
+        """Operations as nodes (attribute ``op``), an edge from each producer to each user of its values.
+
+        Equations with effects are joined in program order, so that any topological order of the graph
+        is an order in which the program may run.
+        """
+        graph: nx.DiGraph[int] = nx.DiGraph()
+        graph.add_nodes_from((index, {"op": op}) for index, op in enumerate(self.ops))
+        producer = self.producer
+        graph.add_edges_from(
+            (producer[operand], index)
+            for index, op in enumerate(self.ops)
+            for operand in op.inputs
+            if isinstance(operand, int) and operand in producer
+        )
+        effectful = [index for index, op in enumerate(self.ops) if op.eqn.effects]
+        graph.add_edges_from(zip(effectful, effectful[1:], strict=False))
+        return graph
+
+    def aval(self, operand: Operand) -> Any:
+        """The type of an operand."""
+        return self.avals[operand] if isinstance(operand, int) else operand.aval
+
+
+def dataflow(jaxpr: Any) -> Dataflow:
+    """Reads an open or closed jaxpr; calls that a chain may cross are inlined."""
+    return _Reader().read(jaxpr)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Crossing:
+    """What a jaxpr does with chains that cross its border.
+
+    Attributes:
+      gathered_outputs: some result is, or follows elementwise from, an all_gather inside.
+      scattered_inputs: some argument leads, blockwise, to a reduce_scatter inside.
+    """
+
+    gathered_outputs: bool
+    scattered_inputs: bool
+
+
+class _Reader:
+    """Numbers values and inlines calls; one per jaxpr that is read."""
+
+    def __init__(self) -> None:
+        self.ops: list[Op] = []
+        self.avals: list[Any] = []
+        self.constants: dict[int, Any] = {}
+        self.gathered: set[int] = set()
+        self.crossings: dict[int, _Crossing] = {}
+
+    def read(self, jaxpr: Any) -> Dataflow:
+        body, consts = shims.open_jaxpr(jaxpr)
+        inputs = tuple(self._value(var.aval) for var in body.invars)
+        outputs = self._inline(body, consts, inputs, scope=None)
+        return Dataflow(tuple(self.ops), tuple(self.avals), inputs, outputs, self.constants)
+
+    def _value(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def _inline(
+        self, body: Any, consts: tuple[Any, ...], arguments: tuple[Operand, ...], scope: Any
+    ) -> tuple[Operand, ...]:
+        env: dict[Any, Operand] = dict(zip(body.invars, arguments, strict=True))
+        for var, const in zip(shims.constant_variables(body), consts, strict=True):
+            env[var] = self._value(var.aval)
+            self.constants[env[var]] = const  # type: ignore[index]
+
+        def operand(atom: Any) -> Operand:
+            return Literal(atom.val, atom.aval) if shims.is_literal(atom) else env[atom]
+
+        wanted = _scattered_variables(body, self._crossing)
+        for eqn in body.eqns:
+            operands = tuple(map(operand, eqn.invars))
+            tainted = any(o in self.gathered for o in operands if isinstance(o, int))
+            if _is_plain_call(eqn):
+                crossing = self._crossing(eqn.params["jaxpr"])
+                if (
+                    tainted
+                    or crossing.gathered_outputs
+                    or crossing.scattered_inputs
+                    or any(var in wanted for var in eqn.outvars)
+                ):
+                    inner, inner_consts = shims.open_jaxpr(eqn.params["jaxpr"])
+                    results = self._inline(inner, inner_consts, operands, shims.call_scope(eqn, scope))
+                    env.update(zip(eqn.outvars, results, strict=True))
+                    continue
+            outputs = tuple(self._value(var.aval) for var in eqn.outvars)
+            if eqn.primitive.name in GATHERS or (tainted and is_blockwise(eqn.primitive.name)):
+                self.gathered.update(outputs)
+            env.update(zip(eqn.outvars, outputs, strict=True))
+            self.ops.append(Op(eqn, operands, outputs, scope))
+        return tuple(map(operand, body.outvars))
+
+    def _crossing(self, jaxpr: Any) -> _Crossing:
+        if id(jaxpr) not in self.crossings:
+            body, _ = shims.open_jaxpr(jaxpr)
+            gathered: set[Any] = set()
+            for eqn in body.eqns:
+                name = eqn.primitive.name
+                follows = any(not shims.is_literal(v) and v in gathered for v in eqn.invars)
+                inner = _is_plain_call(eqn) and self._crossing(eqn.params["jaxpr"]).gathered_outputs
+                if name in GATHERS or inner or (follows and (is_blockwise(name) or name == "jit")):
+                    gathered.update(eqn.outvars)
+            scattered = _scattered_variables(body, self._crossing)
+            self.crossings[id(jaxpr)] = _Crossing(
+                any(not shims.is_literal(v) and v in gathered for v in body.outvars),
+                any(v in scattered for v in body.invars),
+            )
+        return self.crossings[id(jaxpr)]
+
+
+def _scattered_variables(body: Any, crossing: Any) -> set[Any]:
+    """The variables from which a reduce_scatter of this jaxpr is reached by blockwise equations."""
+    wanted: set[Any] = set()
+    for eqn in reversed(body.eqns):
+        name = eqn.primitive.name
+        starts = name in SCATTERS or (_is_plain_call(eqn) and crossing(eqn.params["jaxpr"]).scattered_inputs)
+        passes_on = any(v in wanted for v in eqn.outvars) and (is_blockwise(name) or name == "jit")
+        if starts or passes_on:
+            wanted.update(v for v in eqn.invars if not shims.is_literal(v))
+    return wanted
+
+
+def _is_plain_call(eqn: Any) -> bool:
+    """Whether an equation is a ``jit`` call that asks for nothing beyond running its body."""
+    if eqn.primitive.name not in ("jit", "pjit") or eqn.effects:
+        return False
+    params = eqn.params
+    unspecified = all(
+        type(sharding).__name__ == "UnspecifiedValue"
+        for side in ("in_shardings", "out_shardings")
+        for sharding in params.get(side, ())
+    )
+    layouts = all(layout is None for side in ("in_layouts", "out_layouts") for layout in params.get(side, ()))
+    return unspecified and layouts and not params.get("compiler_options_kvs", ())

@@ -1,0 +1,210 @@
+"""The plan of a rewrite: for a program and every jaxpr inside it, which collectives become rings."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jax.extend import core as jex_core
+
+from cost_model import Hardware
+from passes import shims
+from passes.decide import Decision, Policy, Ring, decide, program_order
+from passes.graph import Dataflow, Op, dataflow
+from passes.match import match_dataflow
+from passes.reasons import Code, Reason
+from passes.site import Site
+
+BODIES: Mapping[str, tuple[str, ...]] = {
+    "jit": ("jaxpr",),
+    "pjit": ("jaxpr",),
+    "shard_map": ("jaxpr",),
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+    "checkpoint": ("jaxpr",),
+    "remat2": ("jaxpr",),
+    "closed_call": ("call_jaxpr",),
+    "core_call": ("call_jaxpr",),
+    "custom_jvp_call": ("call_jaxpr",),
+    "custom_vjp_call": ("call_jaxpr",),
+}
+"""Primitives whose bodies can be replaced, and the parameters that hold them."""
+
+HardwareOf = Callable[[str | None], Hardware | None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """What is to be done with one jaxpr.
+
+    Attributes:
+      flow: its dataflow graph.
+      path: the calls it is in.
+      decisions: one per collective, in program order.
+      order: operation numbers and rings, in the order to run them.
+      bodies: operation number → parameter name → plans of the jaxprs in that parameter.
+      opaque: operations whose bodies cannot be replaced, with the plans of those bodies (for the report).
+    """
+
+    flow: Dataflow
+    path: str
+    decisions: tuple[Decision, ...]
+    order: tuple[int | Ring, ...]
+    bodies: Mapping[int, Mapping[str, tuple[Plan, ...]]]
+    opaque: Mapping[int, tuple[Plan, ...]]
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything is rewritten, here or in a body."""
+        return self._changes
+
+    def __post_init__(self) -> None:
+        here = any(decision.rewritten for decision in self.decisions)
+        inside = any(p.changes for params in self.bodies.values() for plans in params.values() for p in plans)
+        object.__setattr__(self, "_changes", here or inside)
+
+    _changes: bool = dataclasses.field(init=False, default=False)
+
+
+def make_plan(jaxpr: Any, policy: Policy, hardware_of: HardwareOf) -> Plan:
+    """Plans the rewrite of a jaxpr and of all jaxprs inside it.
+
+    Args:
+      jaxpr: an open or closed jaxpr.
+      policy: see ``overlap_collectives``.
+      hardware_of: from the ``device_kind`` of the mesh that a collective runs on (None if not known) to hardware.
+    """
+    return _Planner(policy, hardware_of).plan(jaxpr, "", replaceable=True)
+
+
+def sites(plan: Plan) -> tuple[Site, ...]:
+    """A site for every collective of a planned program, in program order, each equation once."""
+    counts: dict[Plan, int] = {}
+    for visited, times in _visits(plan, 1):
+        counts[visited] = counts.get(visited, 0) + times
+    return tuple(describe(p, d, count) for p, count in counts.items() for d in p.decisions)
+
+
+def _visits(plan: Plan, times: int) -> Iterator[tuple[Plan, int]]:
+    yield plan, times
+    for index in range(len(plan.flow.ops)):
+        inner = [p for plans in plan.bodies.get(index, {}).values() for p in plans]
+        inner.extend(plan.opaque.get(index, ()))
+        for body in inner:
+            if body.decisions or body.bodies or body.opaque:
+                repeats = plan.flow.ops[index].params.get("length", 1)
+                yield from _visits(body, times * (repeats if isinstance(repeats, int) else 1))
+
+
+def describe(plan: Plan, decision: Decision, count: int = 1) -> Site:
+    """The site of one decision."""
+    flow, collective = plan.flow, decision.collective
+    op = flow.ops[collective.op]
+    ring = decision.ring
+    return Site(
+        kind=collective.kind if ring is None else ring.chain.kind,
+        axis=",".join(collective.axes),
+        axis_size=collective.axis_size,
+        source=op.source,
+        path=plan.path,
+        count=count,
+        operand=_type(flow.aval(op.inputs[0])),
+        result=_type(flow.avals[op.outputs[0]]),
+        dots=() if ring is None else tuple(_dot(flow, flow.ops[dot.op]) for dot in ring.chain.dots),
+        rewritten=decision.rewritten,
+        reason=str(decision.reason.code),
+        sentence=decision.reason.sentence,
+        schedule="" if ring is None else str(ring.schedule),
+        estimate=decision.estimate,
+    )
+
+
+def _type(aval: Any) -> str:
+    return re.sub(r"\{.*?\}|@.*", "", str(aval.str_short(short_dtypes=True)))
+
+
+def _dot(flow: Dataflow, op: Op) -> str:
+    lhs, rhs = (_type(flow.aval(operand)) for operand in op.inputs)
+    return f"{lhs} · {rhs} at {op.source}"
+
+
+class _Planner:
+    """Plans each jaxpr once, however often it is called."""
+
+    def __init__(self, policy: Policy, hardware_of: HardwareOf) -> None:
+        self.policy = policy
+        self.hardware_of = hardware_of
+        self.plans: dict[tuple[int, bool], Plan] = {}
+
+    def plan(self, jaxpr: Any, path: str, *, replaceable: bool) -> Plan:
+        key = (id(shims.open_jaxpr(jaxpr)[0]), replaceable)
+        if key not in self.plans:
+            self.plans[key] = self._plan(jaxpr, path, replaceable)
+        return self.plans[key]
+
+    def _plan(self, jaxpr: Any, path: str, replaceable: bool) -> Plan:
+        flow = dataflow(jaxpr)
+        bodies: dict[int, dict[str, tuple[Plan, ...]]] = {}
+        opaque: dict[int, tuple[Plan, ...]] = {}
+        for index, op in enumerate(flow.ops):
+            inner = self._bodies(op, path, replaceable)
+            if not inner:
+                continue
+            if replaceable and op.name in BODIES and all(map(_retraceable, _jaxprs(op))):
+                bodies[index] = inner
+            else:
+                inner = self._bodies(op, path, replaceable=False)
+                opaque[index] = tuple(p for plans in inner.values() for p in plans)
+        decisions = self._decide(flow, path, replaceable)
+        order: tuple[int | Ring, ...] = ()
+        if any(decision.rewritten for decision in decisions):
+            decisions, order = program_order(flow, decisions)
+        if not any(decision.rewritten for decision in decisions):
+            order = tuple(range(len(flow.ops)))
+        return Plan(flow, path, decisions, order, bodies, opaque)
+
+    def _bodies(self, op: Op, path: str, replaceable: bool) -> dict[str, tuple[Plan, ...]]:
+        name = f"{path}/{op.name}".lstrip("/")
+        held = BODIES.get(op.name) if replaceable else None
+        if held is None:
+            held = tuple(op.params) if any(_jaxprs(op)) else ()
+        return {
+            param: tuple(
+                self.plan(j, name, replaceable=replaceable and op.name in BODIES)
+                for j in _as_jaxprs(op.params[param])
+            )
+            for param in held
+            if any(True for _ in _as_jaxprs(op.params[param]))
+        }
+
+    def _decide(self, flow: Dataflow, path: str, replaceable: bool) -> tuple[Decision, ...]:
+        matches = match_dataflow(flow)
+        if not matches:
+            return ()
+        if not replaceable:
+            inside = Reason(Code.OPAQUE_CALL, f"It is in {path}.")
+            return tuple(Decision(m.collective, None, None, False, inside) for m in matches)
+        result = flow.avals[flow.ops[matches[0].collective.op].outputs[0]]
+        hardware = self.hardware_of(shims.device_kind(result))
+        outline = Plan(flow, path, (), (), {}, {})
+        return decide(flow, matches, self.policy, hardware, lambda d: describe(outline, d))
+
+
+def _jaxprs(op: Op) -> list[Any]:
+    return list(jex_core.jaxprs_in_params(op.params))
+
+
+def _as_jaxprs(param: Any) -> Iterator[Any]:
+    for item in param if isinstance(param, tuple | list) else (param,):
+        if hasattr(item, "eqns"):
+            yield item
+
+
+def _retraceable(jaxpr: Any) -> bool:
+    """Whether a body can be traced again from its types alone: all its arguments are arrays."""
+    return all(type(var.aval).__name__ == "ShapedArray" for var in shims.open_jaxpr(jaxpr)[0].invars)
+
+

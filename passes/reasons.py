@@ -1,0 +1,73 @@
+"""Why a site was rewritten or kept: stable codes, each with a sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+from enum import StrEnum
+
+
+class Code(StrEnum):
+    """Stable names of reasons; ``str(code)`` is what reports and JSON show."""
+
+    PROFITABLE = "profitable"
+    POLICY_ALWAYS = "policy_always"
+    POLICY_ACCEPTED = "policy_accepted"
+    NOT_PROFITABLE = "not_profitable"
+    POLICY_NEVER = "policy_never"
+    POLICY_DECLINED = "policy_declined"
+    UNKNOWN_HARDWARE = "unknown_hardware"
+    NO_DOT = "no_dot"
+    GATHERED_VALUE_ESCAPES = "gathered_value_escapes"
+    PARTIAL_SUM_ESCAPES = "partial_sum_escapes"
+    DOT_TAKEN = "dot_taken"
+    DEPENDS_ON_ITSELF = "depends_on_itself"
+    UNSUPPORTED_COLLECTIVE = "unsupported_collective"
+    UNSUPPORTED_GROUPS = "unsupported_groups"
+    UNSUPPORTED_AXES = "unsupported_axes"
+    UNSUPPORTED_DTYPE = "unsupported_dtype"
+    AXIS_SIZE_ONE = "axis_size_one"
+    EMPTY = "empty"
+    EXPLICIT_SHARDING = "explicit_sharding"
+    OPAQUE_CALL = "opaque_call"
+
+
+_SENTENCES = {
+    Code.PROFITABLE: "The ring is predicted to be faster than the collective and its dots.",
+    Code.POLICY_ALWAYS: 'The policy is "always" and the rewrite is legal.',
+    Code.POLICY_ACCEPTED: "The given policy accepted the rewrite.",
+    Code.NOT_PROFITABLE: "The ring is predicted to be no faster than the collective and its dots.",
+    Code.POLICY_NEVER: 'The policy is "never".',
+    Code.POLICY_DECLINED: "The given policy declined the rewrite.",
+    Code.UNKNOWN_HARDWARE: "The cost model does not know this hardware; name one with hardware=.",
+    Code.NO_DOT: "No dot is reached through equations that act block by block.",
+    Code.GATHERED_VALUE_ESCAPES: "The gathered value is needed whole, and by no dot.",
+    Code.PARTIAL_SUM_ESCAPES: "A value between the dot and the collective is also used elsewhere.",
+    Code.DOT_TAKEN: "The dot that this collective belongs to is already part of another ring.",
+    Code.DEPENDS_ON_ITSELF: "The dot's other operand depends on the gathered value itself.",
+    Code.UNSUPPORTED_COLLECTIVE: "This collective is reported but not yet decomposed.",
+    Code.UNSUPPORTED_GROUPS: "The collective runs within axis_index_groups.",
+    Code.UNSUPPORTED_AXES: "The collective runs over several mesh axes at once.",
+    Code.UNSUPPORTED_DTYPE: "The collective's element type has no arithmetic that a ring could use.",
+    Code.AXIS_SIZE_ONE: "The mesh axis has one device: nothing is communicated.",
+    Code.EMPTY: "An array of the chain has no elements.",
+    Code.EXPLICIT_SHARDING: "A value of the chain is also sharded over an axis of type Explicit.",
+    Code.OPAQUE_CALL: "The collective is inside a call whose body cannot be replaced.",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reason:
+    """A code and what it means at this site.
+
+    Attributes:
+      code: the stable name.
+      detail: what is special to the site, such as the equation that stopped the match; may be empty.
+    """
+
+    code: Code
+    detail: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """The code's meaning and the detail, as text."""
+        return f"{_SENTENCES[self.code]} {self.detail}".rstrip()

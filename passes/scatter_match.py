@@ -1,0 +1,106 @@
+"""Finder of ``dot → reduce_scatter`` chains: follows each scattered value up through blockwise equations to dots."""
+
+from __future__ import annotations
+
+import heapq
+
+from passes.blocks import RESULT, Blockwise, blockwise
+from passes.chains import BlockOp, DotReduceScatter
+from passes.collective import Collective, explicitly_sharded
+from passes.dots import DotDims, dot_dims
+from passes.gather_match import call_of
+from passes.graph import Dataflow
+from passes.reasons import Code, Reason
+
+
+def find_scatter_chain(flow: Dataflow, collective: Collective) -> DotReduceScatter | Reason:
+    """The chain of one reduce_scatter operation, or why it has none.
+
+    Goes upwards in reverse program order, so that every user of a value has been seen before its producer.
+    """
+    (operand,) = flow.ops[collective.op].inputs
+    if not isinstance(operand, int):
+        return Reason(Code.NO_DOT, "It scatters a constant.")
+    if explicitly_sharded(flow.avals[operand]):
+        return Reason(Code.EXPLICIT_SHARDING)
+    asked: dict[int, set[int | None]] = {operand: {collective.dim}}
+    taken = {collective.op}
+    climbed: list[BlockOp] = []
+    stops: list[Reason] = []
+    pending: list[int] = []
+    _push_producer(flow, operand, pending)
+    while pending:
+        index = -heapq.heappop(pending)
+        if climbed and climbed[-1].op == index:
+            continue
+        step = _climb(flow, collective, index, asked, taken)
+        if isinstance(step, Reason):
+            stops.append(step)
+            continue
+        climbed.append(BlockOp(index, step))
+        taken.add(index)
+        if isinstance(step, DotDims):
+            continue
+        for value, dim in zip(flow.ops[index].inputs, step.operand_dims, strict=True):
+            if isinstance(value, int):
+                asked.setdefault(value, set()).add(dim)
+                if dim is not None:
+                    _push_producer(flow, value, pending)
+    body = _leading_from_dots(flow, climbed[::-1])
+    if not body:
+        return next((s for s in stops if s.code is not Code.NO_DOT), (*stops, Reason(Code.NO_DOT))[0])
+    return DotReduceScatter(
+        collective=collective.op,
+        axis=collective.axes[0],
+        axis_size=collective.axis_size,
+        blocked={
+            value: dim
+            for block in body
+            for value in flow.ops[block.op].outputs
+            for dim in asked[value]
+            if dim is not None
+        },
+        body=body,
+        dots=tuple(block for block in body if isinstance(block.dims, DotDims)),
+    )
+
+
+def _push_producer(flow: Dataflow, value: int, pending: list[int]) -> None:
+    if value in flow.producer:
+        heapq.heappush(pending, -flow.producer[value])
+
+
+def _climb(
+    flow: Dataflow, collective: Collective, index: int, asked: dict[int, set[int | None]], taken: set[int]
+) -> Blockwise | DotDims | Reason:
+    """How an operation makes the blocks that are asked of it; or why the chain stops below it."""
+    op = flow.ops[index]
+    where = f"It stops at {op.name}, {op.source}."
+    if len(op.outputs) != 1 or op.eqn.effects:
+        return Reason(Code.NO_DOT, where)
+    (value,) = op.outputs
+    (dim, *others) = asked[value]
+    if others or dim is None or any(user not in taken for user in flow.users[value]):
+        is_dot = op.name == "dot_general"
+        return Reason(Code.PARTIAL_SUM_ESCAPES if is_dot else Code.NO_DOT, where)
+    if op.name != "dot_general":
+        rule = blockwise(op.name, call_of(flow, op), RESULT, dim, collective.axis_size)
+        return rule if rule is not None else Reason(Code.NO_DOT, where)
+    lhs, rhs = (flow.aval(operand) for operand in op.inputs)
+    if any(map(explicitly_sharded, (lhs, rhs))):
+        return Reason(Code.EXPLICIT_SHARDING, where)
+    if not lhs.size or not rhs.size:
+        return Reason(Code.EMPTY, where)
+    return dot_dims(op.params["dimension_numbers"], (len(lhs.shape), len(rhs.shape)), RESULT, dim)
+
+
+def _leading_from_dots(flow: Dataflow, climbed: list[BlockOp]) -> tuple[BlockOp, ...]:
+    """Those operations that a dot leads to; what the others make is cut into blocks instead of recomputed."""
+    made: set[int] = set()
+    body: list[BlockOp] = []
+    for block in climbed:
+        op = flow.ops[block.op]
+        if isinstance(block.dims, DotDims) or any(operand in made for operand in op.inputs):
+            body.append(block)
+            made.update(op.outputs)
+    return tuple(body)

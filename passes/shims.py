@@ -1,0 +1,170 @@
+"""Differences between jax versions, and the few private jax names the pass cannot do without.
+
+Nothing else in the project imports ``jax._src``. Every function here says why the public API
+does not suffice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax._src import source_info_util
+from jax.extend import core as jex_core
+
+JaxprEqn = Any
+NameStack = Any
+
+_JAX_DIR = os.path.dirname(os.path.abspath(jax.__file__))
+_SKIPPED_DIRS = (_JAX_DIR, sysconfig.get_paths()["stdlib"])
+_OWN_DIRS = tuple(
+    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), floor)
+    for floor in ("overlap", "passes", "cost_model")
+)
+
+
+@contextlib.contextmanager
+def equation_scope(eqn: JaxprEqn, prefix: NameStack | None = None) -> Iterator[None]:
+    """Binds in this context carry the equation's source line, name scopes and config context.
+
+    ``jax.named_scope`` can add a scope but can neither set a source line nor re-enter a transform scope
+    such as ``jvp(...)``, so this takes what ``jax.core.eval_jaxpr`` itself uses.
+    """
+    stack = source_info_util.current_name_stack()
+    if prefix is not None:
+        stack = stack + prefix
+    stack = stack + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+def name_stack(eqn: JaxprEqn) -> NameStack:
+    """The equation's own name scopes; they add up with ``+``."""
+    return eqn.source_info.name_stack
+
+
+def call_scope(eqn: JaxprEqn, prefix: NameStack | None) -> NameStack:
+    """The name scopes that the body of an inlined ``jit`` equation runs under."""
+    own = eqn.source_info.name_stack.extend(f"jit({eqn.params['name']})")
+    return own if prefix is None else prefix + own
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """``file:line (function)`` of the innermost user frame of the equation, or ``"unknown"``.
+
+    The traceback object is an attribute of every equation and its ``frames`` need no private import.
+    """
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        path = os.path.abspath(frame.file_name)
+        if not path.startswith(_SKIPPED_DIRS) and not path.startswith(_OWN_DIRS):
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+    return "unknown"
+
+
+def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The equations-holding jaxpr and its constants, of an open or a closed jaxpr (one class in jax 0.12)."""
+    consts = tuple(getattr(jaxpr, "consts", ()))
+    return getattr(jaxpr, "jaxpr", jaxpr), consts
+
+
+def constant_variables(jaxpr: Any) -> Sequence[Any]:
+    """The variables that the constants of a jaxpr are bound to."""
+    return jaxpr.constvars
+
+
+def like(original: Any, closed: Any) -> Any:
+    """``closed`` in the form in which ``original`` was given: open jaxprs stay open (jax 0.10)."""
+    if hasattr(original, "consts") or type(original) is type(closed):
+        return closed
+    if closed.consts:
+        raise ValueError("the rewritten body of an equation that takes no constants has constants")
+    return closed.jaxpr
+
+
+def is_literal(atom: Any) -> bool:
+    """Whether a jaxpr's operand is a literal and not a variable."""
+    return isinstance(atom, jex_core.Literal)
+
+
+def is_drop(var: Any) -> bool:
+    """Whether a result of an equation is thrown away."""
+    return isinstance(var, jex_core.DropVar)
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The manual mesh axes over which a value differs, as its type says (empty under check_vma=False)."""
+    manual = getattr(aval, "manual_axis_type", None)
+    return frozenset(manual.varying) if manual is not None else frozenset(getattr(aval, "vma", ()))
+
+
+def device_kind(aval: Any) -> str | None:
+    """The ``device_kind`` of the mesh in a value's type; None where the mesh does not know its devices."""
+    device = aval.sharding.mesh.abstract_device
+    return None if device is None else str(device.device_kind)
+
+
+@dataclass(frozen=True, slots=True)
+class JitOptions:
+    """What the user's ``jax.jit`` was told.
+
+    Attributes:
+      kwargs: keyword arguments with which ``jax.jit`` makes an equal wrapper of another function.
+      static_argnums: positions of static arguments.
+      static_argnames: names of static arguments.
+    """
+
+    kwargs: Mapping[str, Any]
+    static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
+
+
+def is_jitted(fun: Callable[..., Any]) -> bool:
+    """Whether ``fun`` came out of ``jax.jit``."""
+    return hasattr(fun, "_jit_info") and hasattr(fun, "__wrapped__")
+
+
+def jit_options(fun: Any) -> JitOptions:
+    """Reads the options back from a function that came out of ``jax.jit``.
+
+    jax offers no public way: a jitted function shows its traced parameters, but not its static
+    arguments, and only a wrapper with the same options keeps jit's own caching and call path.
+    """
+    info = fun._jit_info
+    kwargs: dict[str, Any] = {
+        "static_argnums": info.static_argnums,
+        "static_argnames": info.static_argnames,
+        "donate_argnums": info.donate_argnums,
+        "donate_argnames": info.donate_argnames,
+        "keep_unused": info.keep_unused,
+        "inline": info.inline,
+        "out_shardings": _with_layouts(info, "out"),
+    }
+    if info.user_specified_in_shardings or any(leaf is not None for leaf in info.in_layouts_leaves):
+        kwargs["in_shardings"] = _with_layouts(info, "in")
+    if info.compiler_options_kvs:
+        kwargs["compiler_options"] = dict(info.compiler_options_kvs)
+    for name in ("device", "backend"):
+        if getattr(info, name) is not None:
+            kwargs[name] = getattr(info, name)
+    return JitOptions(kwargs, tuple(info.static_argnums), tuple(info.static_argnames))
+
+
+def _with_layouts(info: Any, side: str) -> Any:
+    """The shardings of one side as the user gave them, joined with their layouts."""
+    from jax.experimental.layout import Format
+
+    shardings = getattr(info, f"{side}_shardings_leaves")
+    layouts = getattr(info, f"{side}_layouts_leaves")
+    leaves = list(shardings)
+    if any(layout is not None for layout in layouts):
+        leaves = [
+            sharding if layout is None else Format(layout, sharding)
+            for layout, sharding in zip(layouts, shardings, strict=True)
+        ]
+    return jax.tree.unflatten(getattr(info, f"{side}_shardings_treedef"), leaves)
