@@ -6,6 +6,7 @@ import dataclasses
 import heapq
 from collections.abc import Callable, Mapping
 
+from passes import shims
 from passes.blocks import Call, blockwise, is_blockwise
 from passes.chains import AllGatherDot, BlockOp
 from passes.collective import Collective, explicitly_sharded
@@ -100,7 +101,7 @@ def _sink(flow: Dataflow, sinking: _Sinking, index: int, op: Op) -> bool:
     consistent = rule is not None and all(
         dim is None or dim == wanted for dim, wanted in zip(blocked, rule.operand_dims, strict=True)
     )
-    if rule is None or not consistent or op.eqn.effects:
+    if rule is None or not consistent or shims.has_effects(op.eqn):
         sinking.stops.append(Reason(Code.NO_DOT, f"It stops at {op.name}, {op.source}."))
         return False
     sinking.ops.append(BlockOp(index, rule))
@@ -273,7 +274,7 @@ def _invariant_over(flow: Dataflow, collective: Collective) -> Callable[[int | L
                 known[value] = axis in axes and op.params.get("axis_index_groups") is None
                 continue
             inputs = [o for o in op.inputs if isinstance(o, int)]
-            if op.eqn.effects or not _pure_local(op):
+            if shims.has_effects(op.eqn) or not _pure_local(op):
                 known[value] = False
                 continue
             unknown = [o for o in inputs if o not in known]

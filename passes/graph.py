@@ -117,7 +117,7 @@ class Dataflow:
             for operand in op.inputs
             if isinstance(operand, int) and operand in producer
         )
-        effectful = [index for index, op in enumerate(self.ops) if op.eqn.effects]
+        effectful = [index for index, op in enumerate(self.ops) if shims.has_effects(op.eqn)]
         graph.add_edges_from(zip(effectful, effectful[1:], strict=False))
         return graph
 
@@ -230,7 +230,7 @@ def _scattered_variables(body: Any, crossing: Any) -> set[Any]:
 
 def _is_plain_call(eqn: Any) -> bool:
     """Whether an equation is a ``jit`` call that asks for nothing beyond running its body."""
-    if eqn.primitive.name not in ("jit", "pjit") or eqn.effects:
+    if eqn.primitive.name not in ("jit", "pjit") or shims.has_effects(eqn):
         return False
     params = eqn.params
     unspecified = all(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 
+from passes import shims
 from passes.blocks import RESULT, Blockwise, blockwise
 from passes.chains import BlockOp, DotReduceScatter
 from passes.collective import Collective, explicitly_sharded
@@ -76,7 +77,7 @@ def _climb(
     """How an operation makes the blocks that are asked of it; or why the chain stops below it."""
     op = flow.ops[index]
     where = f"It stops at {op.name}, {op.source}."
-    if len(op.outputs) != 1 or op.eqn.effects:
+    if len(op.outputs) != 1 or shims.has_effects(op.eqn):
         return Reason(Code.NO_DOT, where)
     (value,) = op.outputs
     (dim, *others) = asked[value]

@@ -43,11 +43,6 @@ def equation_scope(eqn: JaxprEqn, prefix: NameStack | None = None) -> Iterator[N
         yield
 
 
-def name_stack(eqn: JaxprEqn) -> NameStack:
-    """The equation's own name scopes; they add up with ``+``."""
-    return eqn.source_info.name_stack
-
-
 def call_scope(eqn: JaxprEqn, prefix: NameStack | None) -> NameStack:
     """The name scopes that the body of an inlined ``jit`` equation runs under."""
     own = eqn.source_info.name_stack.extend(f"jit({eqn.params['name']})")
@@ -87,14 +82,14 @@ def like(original: Any, closed: Any) -> Any:
     return closed.jaxpr
 
 
+def has_effects(eqn: JaxprEqn) -> bool:
+    """Whether an equation must keep its place among others: naming a mesh axis is no such effect."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
 def is_literal(atom: Any) -> bool:
     """Whether a jaxpr's operand is a literal and not a variable."""
     return isinstance(atom, jex_core.Literal)
-
-
-def is_drop(var: Any) -> bool:
-    """Whether a result of an equation is thrown away."""
-    return isinstance(var, jex_core.DropVar)
 
 
 def varying_axes(aval: Any) -> frozenset[str]:

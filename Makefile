@@ -1,0 +1,56 @@
+# Every target sets up what it needs by itself, under .venv/; Python 3.11 or newer and make are enough.
+#
+#   PYTHON=/path/to/python make test    chooses the interpreter
+#   make pytest PYTEST_ARGS='-x -k ring'    runs some tests only
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test test-all test-others lint pytest format bench clean
+MAKEFLAGS += --no-print-directory
+SHELL := /bin/sh
+export PYTHON
+
+# Any Python will do to look for the right one.
+FINDER := $(shell for p in "$(PYTHON)" python3 python python3.12 python3.11 /usr/bin/python3; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 9))' 2>/dev/null && echo "$$p" && break; done)
+PAIRS := $(if $(FINDER),"$(FINDER)",echo "no Python found; name one with PYTHON=..." >&2; exit 1;) .ci/pairs.py
+
+PAIR ?= $(eval PAIR := $(shell $(PAIRS) first))$(PAIR)
+PYTEST_ARGS ?= -n auto --maxprocesses=8
+
+# Shell: $$python is the interpreter of PAIR's environment, ready to use.
+define ready
+[ -n "$(PAIR)" ] && python=$$($(PAIRS) python $(PAIR))
+endef
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1	/p' Makefile | expand -t 20
+
+demo: ## trains a small decoder with and without the rewrite, and compiles it for a TPU pod
+	@$(ready) && "$$python" -m overlap demo
+
+test: lint pytest ## lints and tests with the first supported Python found
+
+test-all: test test-others ## the same with every supported pair of Python and jax found
+
+test-others:
+	@others=$$($(PAIRS) others) && failed= && for pair in $$others; do \
+		$(MAKE) lint pytest PAIR=$$pair || failed="$$failed $$pair"; \
+	done && if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
+
+lint: ## ruff (format and check) and mypy (strict)
+	@$(ready) && echo "== lint, $(PAIR)" && "$$python" -m ruff format --check . \
+		&& "$$python" -m ruff check . && "$$python" -m mypy
+
+pytest: ## the tests alone
+	@$(ready) && echo "== tests, $(PAIR)" && "$$python" -m pytest $(PYTEST_ARGS)
+
+format: ## rewrites the sources as lint wants them
+	@$(ready) && "$$python" -m ruff format . && "$$python" -m ruff check --fix .
+
+bench: ## the overhead benchmarks
+	@$(ready) && "$$python" bench/overhead.py
+
+clean: ## removes the environments and everything built
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

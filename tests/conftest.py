@@ -1,0 +1,64 @@
+"""Sets the process up before JAX starts: eight virtual CPU devices, a quiet libtpu, hypothesis."""
+
+import os
+import sys
+from typing import Final
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+DEVICES: Final = 8
+
+_DEVICE_FLAG: Final = "--xla_force_host_platform_device_count"
+_flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_FLAG)]
+
+ENVIRONMENT: Final = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": " ".join([*_flags, f"{_DEVICE_FLAG}={DEVICES}"]),
+    # libtpu compiles for chips that are not there: it must neither look for them, nor ask the network, nor
+    # keep a second process (pytest-xdist's) from loading it.
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+if "jax" in sys.modules:
+    _other = [name for name, value in ENVIRONMENT.items() if os.environ.get(name) != value]
+    if _other:
+        raise pytest.UsageError(
+            f"jax was imported before tests/conftest.py could set {', '.join(_other)}: a pytest plugin does "
+            "that (see `pytest --trace-config`); run the tests with `make test`"
+        )
+os.environ.update(ENVIRONMENT)
+
+# Every example may compile a program, so examples are few and none has a deadline.
+_COMMON: Final = {
+    "deadline": None,
+    "max_examples": 25,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+settings.register_profile("overlap", print_blob=True, **_COMMON)
+settings.register_profile("overlap-ci", derandomize=True, **_COMMON)
+settings.load_profile("overlap-ci" if os.environ.get("CI") else "overlap")
+
+
+def pytest_report_header() -> str:
+    """Which jax and which TPU compiler the tests run with."""
+    from importlib import metadata
+
+    def version(distribution: str) -> str:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            return "not installed"
+
+    return ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "libtpu", "numpy"))
+
+
+def pytest_sessionstart() -> None:
+    """Refuses to test on other devices than those asked for (an early plugin may have started JAX)."""
+    import jax
+
+    if jax.default_backend() != "cpu" or jax.device_count() != DEVICES:
+        raise pytest.UsageError(f"the tests need {DEVICES} virtual CPU devices, JAX shows {jax.devices()}")
