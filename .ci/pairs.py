@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
 VENVS = ROOT / ".venv"
@@ -206,7 +207,7 @@ def say(line: str) -> None:
     print(f"overlap-collectives: {line}", file=sys.stderr, flush=True)
 
 
-def fail(line: str) -> None:
+def fail(line: str) -> NoReturn:
     say(line)
     sys.exit(1)
 

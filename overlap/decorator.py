@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
-from jax.extend import core as jex_core
 
 import cost_model
 import passes
 from cost_model import Hardware
+from overlap.failure import report_request
 from overlap.report import Report
-from passes import Plan, Policy, Site, shims
+from passes import Policy, Site, shims
 
 logger = logging.getLogger("overlap")
 
@@ -49,18 +50,20 @@ def overlap_collectives(
 ) -> Any:
     """Rewrites collectives next to matmuls into rings whose hops run beside partial matmuls.
 
-    Use it on a function that came out of ``jax.jit`` (a plain callable is jitted first), bare or with arguments:
+    Use it on a function that came out of ``jax.jit`` (a plain callable is jitted first), bare or with
+    arguments:
 
         @overlap_collectives
         @jax.jit
         def train_step(state, batch): ...
 
     Args:
-      fun: the function. Its jit options (static arguments, donation, shardings, layouts, compiler options) are kept.
-      hardware: what the cost model prices for: None (from the devices of the mesh), a name such as ``"tpu_v5p"``, or
-        a ``cost_model.Hardware``.
-      policy: ``"auto"`` rewrites where the cost model predicts a gain, ``"always"`` wherever it is legal, ``"never"``
-        nowhere (the report still tells what would be predicted); a callable is asked per ``Site``.
+      fun: the function. Its jit options (static arguments, donation, shardings, layouts, compiler options, …)
+        are kept. A function that was decorated already is decorated anew, with these arguments.
+      hardware: what the cost model prices for: None (from the devices of the mesh), a name such as
+        ``"tpu_v5p"``, or a ``cost_model.Hardware``.
+      policy: ``"auto"`` rewrites where the cost model predicts a gain, ``"always"`` wherever it is legal,
+        ``"never"`` nowhere (the report still tells what is predicted); a callable is asked per ``Site``.
       strict: raise if the pass fails, instead of running the original with a warning.
 
     Returns:
@@ -69,6 +72,7 @@ def overlap_collectives(
     Raises:
       ValueError: an unknown hardware name or policy; the message lists the valid ones.
       TypeError: ``fun`` or ``hardware`` is of a type that cannot be used.
+      RuntimeError: the options of the jitted function cannot be read, in a jax that keeps them elsewhere.
     """
     if not callable(policy) and policy not in passes.POLICIES:
         names = ", ".join(repr(name) for name in passes.POLICIES)
@@ -76,7 +80,9 @@ def overlap_collectives(
     if isinstance(hardware, str):
         hardware = cost_model.by_name(hardware)
     elif hardware is not None and not isinstance(hardware, Hardware):
-        raise TypeError(f"hardware must be None, a name or a cost_model.Hardware, not {type(hardware).__name__}")
+        raise TypeError(
+            f"hardware must be None, a name or a cost_model.Hardware, not {type(hardware).__name__}"
+        )
     if fun is None:
         return functools.partial(overlap_collectives, hardware=hardware, policy=policy, strict=strict)
     if not callable(fun):
@@ -87,9 +93,9 @@ def overlap_collectives(
 class Overlapped:
     """A jitted function with its collectives overlapped; made by ``overlap_collectives``.
 
-    Called like the original, and like any jitted function under ``jax.grad``, ``jax.vmap``, ``jax.jit`` and the other
-    transformations. Attributes of jitted functions that are not listed here (``clear_cache``, …) are those of the
-    rewritten function.
+    Called like the original, and like any jitted function under ``jax.grad``, ``jax.vmap``, ``jax.jit`` and the
+    other transformations. As a method it is bound like any function. Attributes of jitted functions that are
+    not listed here (``eval_shape``, …) are those of the rewritten function.
 
     Attributes:
       original: the user's jitted function, unchanged.
@@ -97,26 +103,37 @@ class Overlapped:
 
     original: Any
 
-    def __init__(self, fun: Callable[..., Any], hardware: Hardware | None, policy: Policy, strict: bool) -> None:
-        self.original = fun if shims.is_jitted(fun) else jax.jit(fun)
+    def __init__(
+        self, fun: Callable[..., Any], hardware: Hardware | None, policy: Policy, strict: bool
+    ) -> None:
+        if isinstance(fun, Overlapped):
+            fun = fun.original
+        self.original = fun if isinstance(fun, jax.stages.Wrapped) else jax.jit(fun)
         self._hardware = hardware
         self._policy = policy
         self._strict = strict
         self._warned = False
-        self._options = shims.jit_options(self.original)
+        self._options = _jit_options(self.original)
         functools.update_wrapper(self, self.original)
+        self._name = str(getattr(self.original, "__name__", type(self.original.__wrapped__).__name__))
 
         @functools.wraps(self.original)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return self._traced(*args, **kwargs)
+            return self._run(*args, **kwargs)
 
-        self._call = jax.jit(call, **self._options.kwargs)
+        self._call: Any = jax.jit(call, **self._options.kwargs)
+        self._inner: Any = jax.jit(
+            self.original.__wrapped__,
+            static_argnums=self._options.static_argnums,
+            static_argnames=self._options.static_argnames,
+            inline=self._options.kwargs["inline"],
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else _Method(self, instance)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_call":
@@ -134,69 +151,114 @@ class Overlapped:
         """As ``jax.jit(f).lower``, of the rewritten function."""
         return self._call.lower(*args, **kwargs)
 
+    def clear_cache(self) -> None:
+        """As ``jax.jit(f).clear_cache``: the next call traces the function again."""
+        self._call.clear_cache()
+        self._inner.clear_cache()
+
     def explain(self, *args: Any, **kwargs: Any) -> Report:
         """What is decided about every collective of the program, and why. Traces; neither compiles nor runs.
 
+        The rewritten program is traced too, so that what the report calls rewritten is what a call runs.
+
         Args:
           *args, **kwargs: as for a call; ``jax.ShapeDtypeStruct`` will do.
-        """
-        traced = self.original.trace(*args, **kwargs)
-        return Report(passes.sites(self._plan(traced.jaxpr)), name=self.__name__)
 
-    def _plan(self, jaxpr: Any) -> Plan:
-        return passes.make_plan(jaxpr, self._policy, self._hardware_of)
+        Raises:
+          Exception: whatever made the pass fail on this program. A call would warn and run the original; here
+            nothing is at stake, and the error is what a report of it should show.
+        """
+        jaxpr = self.original.trace(*args, **kwargs).jaxpr
+        _, found = self._rewrite(jaxpr, jaxpr.in_avals)
+        return Report(found, name=self._name)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        """The body that jit traces: the user's program as rewritten. Static arguments come as they are.
+
+        The rewritten program is traced on its own, and only one of the two programs is then called: whatever
+        fails on the way leaves nothing behind in the program that is being traced.
+        """
+        if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return self.original(*args, **kwargs)
+        traced = self._inner.trace(*args, **kwargs)
+        # Tracers that the user's function closes over come first among the arguments of its jaxpr.
+        arguments = [*traced._consts, *self._dynamic_leaves(args, kwargs)]
+        try:
+            rewritten, found = self._rewrite(traced.jaxpr, arguments)
+            self._log(found)
+        except Exception as error:
+            if self._strict:
+                raise
+            self._warn(error)
+            rewritten = None
+        if rewritten is None:
+            return self._inner(*args, **kwargs)
+        return jax.tree.unflatten(traced.out_tree, rewritten(*arguments))
+
+    def _rewrite(
+        self, jaxpr: Any, arguments: Sequence[Any]
+    ) -> tuple[Callable[..., list[Any]] | None, tuple[Site, ...]]:
+        """The rewritten program, jitted and traced (None where nothing is rewritten), and the sites."""
+        plan = passes.make_plan(jaxpr, self._policy, self._hardware_of)
+        found = passes.sites(plan)
+        if not plan.changes:
+            return None, found
+        run = passes.rewritten(plan)
+        run.__name__ = self._name
+        rewritten = jax.jit(run, inline=self._options.kwargs["inline"])
+        results = rewritten.trace(*arguments).jaxpr.out_avals
+        if list(results) != list(jaxpr.out_avals):
+            raise passes.RewriteError(f"in {self._name}: results are {results}, not {jaxpr.out_avals}")
+        return rewritten, found
 
     def _hardware_of(self, device_kind: str | None) -> Hardware | None:
         if self._hardware is not None:
             return self._hardware
         return None if device_kind is None else cost_model.from_device_kind(device_kind)
 
-    def _traced(self, *args: Any, **kwargs: Any) -> Any:
-        """The body that jit traces: the user's function, traced and rewritten. Static arguments come as they are."""
+    def _dynamic_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The leaves of the arguments that are not static, in the order of the jaxpr's."""
         static = {i % len(args) for i in self._options.static_argnums if -len(args) <= i < len(args)}
         dynamic = [arg for i, arg in enumerate(args) if i not in static]
-        named = {k: v for k, v in kwargs.items() if k not in self._options.static_argnames}
-
-        def user(dynamic: list[Any], named: dict[str, Any]) -> Any:
-            given = iter(dynamic)
-            merged = [arg if i in static else next(given) for i, arg in enumerate(args)]
-            return self.original.__wrapped__(*merged, **{**kwargs, **named})
-
-        closed, shapes = jax.make_jaxpr(user, return_shape=True)(dynamic, named)
-        leaves = jax.tree.leaves((dynamic, named))
-        return jax.tree.unflatten(jax.tree.structure(shapes), self._run(closed, leaves))
-
-    def _run(self, closed: Any, leaves: list[Any]) -> list[Any]:
-        """Binds the rewritten program, or the original if the pass fails on it."""
-        original = jex_core.jaxpr_as_fun(closed)
-        try:
-            plan = self._plan(closed)
-            found = passes.sites(plan)
-            if plan.changes:
-                run = passes.rewritten(plan)
-                run.__name__ = self.__name__
-                results = list(jax.jit(run)(*leaves))
-                self._log(found)
-                return results
-            self._log(found)
-        except Exception as error:
-            if self._strict:
-                raise
-            self._warn(error)
-        return list(original(*leaves))
+        named = {name: arg for name, arg in kwargs.items() if name not in self._options.static_argnames}
+        return jax.tree.leaves((dynamic, named))
 
     def _log(self, found: tuple[Site, ...]) -> None:
         for site in found:
             verdict = "rewritten" if site.rewritten else "kept"
-            logger.info("%s: %s over %s at %s: %s (%s) %s", self.__name__, site.kind, site.axis, site.source, verdict, site.reason, site.sentence)  # noqa: E501
+            what = f"{site.kind} over {site.axis} at {site.source}"
+            logger.info("%s: %s: %s (%s). %s", self._name, what, verdict, site.reason, site.sentence)
 
     def _warn(self, error: Exception) -> None:
-        if self._warned:
-            return
-        self._warned = True
-        warnings.warn(
-            f"overlap_collectives could not rewrite {self.__name__}; the original program runs instead. "
-            f"Please report this, with the program: {type(error).__name__}: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        if not self._warned:
+            self._warned = True
+            warnings.warn(report_request(self._name, error), RuntimeWarning, stacklevel=2)
+
+
+class _Method:
+    """An ``Overlapped`` bound to an instance: every way to use it takes the instance first."""
+
+    def __init__(self, function: Overlapped, instance: Any) -> None:
+        self.__func__ = function
+        self.__self__ = instance
+        self.original = functools.partial(function.original, instance)
+        self.trace = functools.partial(function.trace, instance)
+        self.lower = functools.partial(function.lower, instance)
+        self.explain = functools.partial(function.explain, instance)
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<bound method {self.__func__!r} of {self.__self__!r}>"
+
+
+def _jit_options(fun: Any) -> shims.JitOptions:
+    if shims.is_jitted(fun):
+        with contextlib.suppress(AttributeError):
+            return shims.jit_options(fun)
+    raise RuntimeError(
+        f"overlap_collectives cannot read the jit options (static arguments, donation, …) of {fun!r}: "
+        f"jax {jax.__version__} keeps them elsewhere than the versions it was made for. Please report this."
+    )

@@ -1,6 +1,386 @@
-"""placeholder"""
+"""The report: every collective of a program, what was decided about it and why, as a table and as JSON."""
+
+from __future__ import annotations
+
 import dataclasses
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+
+from cost_model import Estimate
+from passes import Code, Reason, Site
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.table import Table
+
+SCHEMA: Final = 1
+"""Version of the JSON form of ``Report``."""
+
+NOT_A_TERMINAL: Final = 100
+"""Columns of the table where there is no terminal to ask."""
+
+WIDEST: Final = 120
+"""Columns beyond which the text of a wide terminal is no longer pleasant to read."""
+
+ROOMY: Final = 90
+"""Columns from which the table has room for wider gaps."""
+
+WITH_TYPES: Final = 100
+"""Columns from which the table has room for the collective's types."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Report:
-    sites: tuple
+    """What is decided about every collective of one program; ``Overlapped.explain`` makes it.
+
+    ``str(report)`` is a table that fits the terminal (100 columns where there is none), without colours;
+    ``rich.print(report)`` shows it in colour.
+
+    Attributes:
+      sites: one per collective of the program, in program order.
+      name: the function's name.
+    """
+
+    sites: tuple[Site, ...]
     name: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sites", tuple(self.sites))
+
+    @property
+    def rewritten(self) -> tuple[Site, ...]:
+        """The sites that rings replace."""
+        return tuple(site for site in self.sites if site.rewritten)
+
+    @property
+    def kept(self) -> tuple[Site, ...]:
+        """The sites that stay as they are."""
+        return tuple(site for site in self.sites if not site.rewritten)
+
+    @property
+    def saved_s(self) -> float:
+        """Modelled seconds that the rings save in one call: each site's benefit times how often it runs."""
+        return sum((site.estimate.benefit_s * site.count for site in self.rewritten if site.estimate), 0.0)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """The table, its totals and the reasons, as plain text.
+
+        Args:
+          width: columns that no line exceeds; None for the terminal's, or 100 where there is none.
+        """
+        import io
+
+        from rich.console import Console
+
+        if width is None:
+            columns = shutil.get_terminal_size((NOT_A_TERMINAL, 24)).columns
+            width = min(columns, WIDEST) if sys.stdout.isatty() else NOT_A_TERMINAL
+        console = Console(
+            file=io.StringIO(),
+            width=width,
+            color_system=None,
+            force_terminal=False,
+            force_jupyter=False,
+            legacy_windows=False,
+            _environ={},
+        )
+        with console.capture() as capture:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in capture.get().rstrip().split("\n"))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich.padding import Padding
+        from rich.text import Text
+
+        if not self.sites:
+            yield Text(f"{self._title}: no all_gather, reduce_scatter, psum or all_to_all in this program.")
+            return
+        shorter = _Shorter(text for site in self.sites for text in (site.source, site.sentence))
+        yield _table(self.sites, shorter, options.max_width)
+        yield Text()
+        yield Text.assemble((f"{self._title}: ", "bold"), self._totals)
+        yield Text(_NOTE + (_WHILE if any("while" in site.path.split("/") for site in self.sites) else ""))
+        for code, numbers, sentence, details in _reasons(self.sites):
+            yield Text()
+            yield Text.assemble((code, "bold"), f" ({_numbered(numbers)}): {shorter(sentence)}")
+            for detail, where in details:
+                yield Padding(Text(f"{_ranges(where)}: {shorter(detail)}"), (0, 0, 0, 4))
+
+    @property
+    def _title(self) -> str:
+        return self.name or "program"
+
+    @property
+    def _totals(self) -> str:
+        collectives = "1 collective" if len(self.sites) == 1 else f"{len(self.sites)} collectives"
+        text = f"{len(self.rewritten)} of {collectives} rewritten"
+        priced = [(site.estimate, site.count) for site in self.rewritten if site.estimate]
+        if priced:
+            before_s = sum(estimate.original_s * count for estimate, count in priced)
+            change = "saved" if self.saved_s >= 0 else "lost"
+            text += (
+                f"; modelled, per call: {_duration(abs(self.saved_s))} {change} "
+                f"of the {_duration(before_s)} that they take"
+            )
+        if missing := len(self.rewritten) - len(priced):
+            text += f"; {missing} without an estimate"
+        return text + "."
+
+    def to_json(self) -> str:
+        """A JSON object: ``schema``, ``versions`` (of the libraries that made it), ``name`` and ``sites``.
+
+        Times are seconds. ``from_json`` reads it back unchanged.
+        """
+        from overlap import __version__
+
+        return json.dumps(
+            {
+                "schema": SCHEMA,
+                "versions": {"overlap": __version__, "jax": jax.__version__},
+                "name": self.name,
+                "sites": [_site_to_dict(site) for site in self.sites],
+            },
+            indent=2,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Reads what ``to_json`` wrote.
+
+        Raises:
+          ValueError: ``text`` is no JSON object, has another schema, or a field that is missing, unknown or
+            of the wrong type; the message names it.
+        """
+        try:
+            data = json.loads(text)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"a report must be JSON: {error}") from error
+        if not isinstance(data, dict):
+            raise ValueError(f"a report must be a JSON object, not {_json_type(data)}")
+        if data.get("schema") != SCHEMA or isinstance(data["schema"], bool):
+            raise ValueError(f"a report of schema {SCHEMA} is expected, not {data.get('schema')!r}")
+        _check(data, {"schema": int, "versions": dict, "name": str, "sites": list}, "the report")
+        return cls(
+            tuple(_site_from_dict(site, f"site {i}") for i, site in enumerate(data["sites"], 1)), data["name"]
+        )
+
+
+# The table.
+
+_NOTE = (
+    "Times are modelled, in µs for one execution: the collective and its dots → as a ring (× speed-up). "
+    "Those of a kept site are what a ring in its place would take."
+)
+_WHILE = " The bodies of while loops are counted once."
+
+
+def _table(sites: tuple[Site, ...], shorter: _Shorter, width: int) -> Table:
+    """A row of two lines per site."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    roomy, with_types = width >= ROOMY, width >= WITH_TYPES
+    # The box puts one column between two cells; a narrow terminal has no room for more.
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, int(roomy), 0, 0))
+    table.add_column("#", justify="right")
+    table.add_column("collective\naxis (size) × runs", overflow="fold")
+    table.add_column("where", overflow="fold")
+    if with_types:
+        table.add_column("operand\n→ result", overflow="fold")
+    table.add_column("decision\nreason", overflow="fold")
+    table.add_column("modelled µs\nschedule", overflow="fold")
+    for number, site in enumerate(sites, 1):
+        runs = f" × {site.count}" if site.count != 1 else ""
+        file, function = _place(shorter(site.source))
+        decision = ("rewritten", "bold green") if site.rewritten else ("kept", "yellow")
+        table.add_row(
+            Text(str(number)),
+            Text(f"{site.kind}\n{site.axis} ({site.axis_size}){runs}"),
+            Text(f"{file}\n{function}"),
+            *([Text(f"{site.operand}\n→ {site.result}")] if with_types else []),
+            Text.assemble(decision, f"\n{site.reason}"),
+            Text(f"{_times(site.estimate, ' → ' if roomy else '→')}\n{site.schedule}"),
+        )
+    return table
+
+
+def _times(estimate: Estimate | None, to: str) -> str:
+    if estimate is None:
+        return ""
+    before, after = estimate.original_s, estimate.overlapped_s
+    ratio = f" ×{before / after:.2f}" if after > 0 else ""
+    return f"{_micros(before)}{to}{_micros(after)}{ratio}"
+
+
+def _micros(seconds: float) -> str:
+    return _three_digits(seconds * 1e6)
+
+
+def _duration(seconds: float) -> str:
+    """Seconds in the unit that suits them: 12.3 µs, 1.23 ms, 4.56 s."""
+    scale, unit = (1e6, "µs") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1, "s")
+    return f"{_three_digits(seconds * scale)} {unit}"
+
+
+def _three_digits(value: float) -> str:
+    """With three digits at least: 1.23, 12.3, 123, 1234."""
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+
+
+def _place(source: str) -> tuple[str, str]:
+    """``file:line`` and function of ``file:line (function)``."""
+    found = re.fullmatch(r"(.*) \((.*)\)", source, re.DOTALL)
+    return (found[1], found[2]) if found else (source, "")
+
+
+class _Shorter:
+    """Shortens the paths in texts, each to the shortest end that no other path shares."""
+
+    _PATH = re.compile(r"(?:[A-Za-z]:)?[^\s()]*[/\\][^\s()/\\]+(?=:\d)")
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self.short: dict[str, str] = {}
+        paths = {found for text in texts for found in self._PATH.findall(text)}
+        parts = {path: re.split(r"[/\\]", path) for path in paths}
+        for path, own in parts.items():
+            others = [other for name, other in parts.items() if name != path]
+            lengths = range(1, len(own) + 1)
+            unique = (n for n in lengths if all(other[-n:] != own[-n:] for other in others))
+            self.short[path] = "/".join(own[-next(unique, len(own)) :])
+
+    def __call__(self, text: str) -> str:
+        return self._PATH.sub(lambda found: self.short.get(found[0], found[0]), text)
+
+
+def _reasons(
+    sites: tuple[Site, ...],
+) -> Iterator[tuple[str, list[int], str, list[tuple[str, list[int]]]]]:
+    """Per reason, as they appear: code, site numbers, what it means, and each detail with its sites."""
+    numbers: dict[str, list[int]] = {}
+    details: dict[str, dict[str, list[int]]] = {}
+    meanings: dict[str, str] = {}
+    for number, site in enumerate(sites, 1):
+        meaning = _meaning(site)
+        numbers.setdefault(site.reason, []).append(number)
+        meanings.setdefault(site.reason, meaning)
+        detail = site.sentence.removeprefix(meaning).strip()
+        if detail:
+            details.setdefault(site.reason, {}).setdefault(detail, []).append(number)
+    for code, where in numbers.items():
+        special = list(details.get(code, {}).items())
+        if len(special) == 1 and special[0][1] == where:
+            yield code, where, f"{meanings[code]} {special[0][0]}".lstrip(), []
+        else:
+            yield code, where, meanings[code], special
+
+
+def _meaning(site: Site) -> str:
+    """What all sites with this code share of the sentence; nothing for a code of another version."""
+    try:
+        meaning = Reason(Code(site.reason)).sentence
+    except ValueError:
+        return ""
+    return meaning if site.sentence.startswith(meaning) else ""
+
+
+def _numbered(numbers: list[int]) -> str:
+    return f"{'site' if len(numbers) == 1 else 'sites'} {_ranges(numbers)}"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers with runs drawn together: 1-3, 7."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1] = (runs[-1][0], number)
+        else:
+            runs.append((number, number))
+    return ", ".join(
+        str(first) if first == last else f"{first}{', ' if last == first + 1 else '-'}{last}"
+        for first, last in runs
+    )
+
+
+# JSON.
+
+_SITE_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "kind": str,
+    "axis": str,
+    "axis_size": int,
+    "source": str,
+    "path": str,
+    "count": int,
+    "operand": str,
+    "result": str,
+    "dots": list,
+    "rewritten": bool,
+    "reason": str,
+    "sentence": str,
+    "schedule": str,
+    "estimate": (dict, type(None)),
+}
+_ESTIMATE_FIELDS = tuple(field.name for field in dataclasses.fields(Estimate))
+_DERIVED = ("original_s", "benefit_s")
+"""What an estimate tells beyond its fields; written for readers of the JSON, and not read back."""
+
+
+def _site_to_dict(site: Site) -> dict[str, Any]:
+    data: dict[str, Any] = {name: getattr(site, name) for name in _SITE_TYPES}
+    if site.estimate is not None:
+        data["estimate"] = {name: getattr(site.estimate, name) for name in (*_ESTIMATE_FIELDS, *_DERIVED)}
+    return data
+
+
+def _site_from_dict(data: Any, what: str) -> Site:
+    _check(data, _SITE_TYPES, what)
+    for i, dot in enumerate(data["dots"]):
+        if not isinstance(dot, str):
+            raise ValueError(f"dots[{i}] of {what} must be a string, not {_json_type(dot)}")
+    estimate = data["estimate"]
+    if estimate is not None:
+        _check(
+            estimate, dict.fromkeys((*_ESTIMATE_FIELDS, *_DERIVED), (int, float)), f"the estimate of {what}"
+        )
+        estimate = Estimate(**{name: estimate[name] for name in _ESTIMATE_FIELDS})
+    return Site(**{**data, "dots": tuple(data["dots"]), "estimate": estimate})
+
+
+def _check(data: Any, types: Mapping[str, type | tuple[type, ...]], what: str) -> None:
+    """Raises ValueError unless ``data`` is an object with exactly these fields, of these types."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{what} must be a JSON object, not {_json_type(data)}")
+    if missing := [name for name in types if name not in data]:
+        raise ValueError(f"{what} lacks {', '.join(missing)}")
+    if unknown := [name for name in data if name not in types]:
+        raise ValueError(f"{what} has unknown fields: {', '.join(unknown)}")
+    for name, expected in types.items():
+        # A bool is an int to Python, not to JSON.
+        if not isinstance(data[name], expected) or (isinstance(data[name], bool) and expected is not bool):
+            options = expected if isinstance(expected, tuple) else (expected,)
+            wanted = " or ".join(dict.fromkeys(_JSON_NAMES[option] for option in options))
+            raise ValueError(f"{name} of {what} must be {wanted}, not {_json_type(data[name])}")
+
+
+_JSON_NAMES: Mapping[type, str] = {
+    str: "a string",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    list: "an array",
+    dict: "an object",
+    type(None): "null",
+}
+
+
+def _json_type(value: Any) -> str:
+    return _JSON_NAMES.get(type(value), type(value).__name__)

@@ -7,7 +7,7 @@ here, so that the finders see one flat program. The others stay calls.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -157,7 +157,7 @@ class _Reader:
     def read(self, jaxpr: Any) -> Dataflow:
         body, consts = shims.open_jaxpr(jaxpr)
         inputs = tuple(self._value(var.aval) for var in body.invars)
-        outputs = self._inline(body, consts, inputs, scope=None)
+        outputs = self._inline(body, consts, inputs, None, frozenset())
         return Dataflow(tuple(self.ops), tuple(self.avals), inputs, outputs, self.constants)
 
     def _value(self, aval: Any) -> int:
@@ -165,8 +165,14 @@ class _Reader:
         return len(self.avals) - 1
 
     def _inline(
-        self, body: Any, consts: tuple[Any, ...], arguments: tuple[Operand, ...], scope: Any
+        self,
+        body: Any,
+        consts: tuple[Any, ...],
+        arguments: tuple[Operand, ...],
+        scope: Any,
+        scattered: frozenset[Any],
     ) -> tuple[Operand, ...]:
+        """Adds the equations of a jaxpr; ``scattered`` are its results that lead to a reduce_scatter outside."""
         env: dict[Any, Operand] = dict(zip(body.invars, arguments, strict=True))
         for var, const in zip(shims.constant_variables(body), consts, strict=True):
             env[var] = self._value(var.aval)
@@ -175,7 +181,7 @@ class _Reader:
         def operand(atom: Any) -> Operand:
             return Literal(atom.val, atom.aval) if shims.is_literal(atom) else env[atom]
 
-        wanted = _scattered_variables(body, self._crossing)
+        wanted = _scattered_variables(body, self._crossing, scattered)
         for eqn in body.eqns:
             operands = tuple(map(operand, eqn.invars))
             tainted = any(o in self.gathered for o in operands if isinstance(o, int))
@@ -188,7 +194,13 @@ class _Reader:
                     or any(var in wanted for var in eqn.outvars)
                 ):
                     inner, inner_consts = shims.open_jaxpr(eqn.params["jaxpr"])
-                    results = self._inline(inner, inner_consts, operands, shims.call_scope(eqn, scope))
+                    leading = frozenset(
+                        result
+                        for result, var in zip(inner.outvars, eqn.outvars, strict=True)
+                        if var in wanted and not shims.is_literal(result)
+                    )
+                    inner_scope = shims.call_scope(eqn, scope)
+                    results = self._inline(inner, inner_consts, operands, inner_scope, leading)
                     env.update(zip(eqn.outvars, results, strict=True))
                     continue
             outputs = tuple(self._value(var.aval) for var in eqn.outvars)
@@ -216,9 +228,11 @@ class _Reader:
         return self.crossings[id(jaxpr)]
 
 
-def _scattered_variables(body: Any, crossing: Any) -> set[Any]:
-    """The variables from which a reduce_scatter of this jaxpr is reached by blockwise equations."""
-    wanted: set[Any] = set()
+def _scattered_variables(
+    body: Any, crossing: Callable[[Any], _Crossing], scattered: frozenset[Any] = frozenset()
+) -> set[Any]:
+    """The variables from which blockwise equations lead to a reduce_scatter, here or through ``scattered``."""
+    wanted = set(scattered)
     for eqn in reversed(body.eqns):
         name = eqn.primitive.name
         starts = name in SCATTERS or (_is_plain_call(eqn) and crossing(eqn.params["jaxpr"]).scattered_inputs)
