@@ -11,6 +11,7 @@ sizes go in, seconds come out.
 from cost_model.chips import by_name, from_device_kind, names
 from cost_model.collectives import all_gather_s, all_reduce_s, all_to_all_s, hop_s, reduce_scatter_s
 from cost_model.dtypes import dtype_bytes
+from cost_model.exchange import exchange_estimate
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
 from cost_model.ring import Directions, Estimate, RingWork, best, estimate, ring_hop_s
@@ -28,6 +29,7 @@ __all__ = [
     "by_name",
     "dtype_bytes",
     "estimate",
+    "exchange_estimate",
     "from_device_kind",
     "hop_s",
     "matmul_s",

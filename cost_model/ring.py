@@ -6,7 +6,9 @@ with per-step times in place of the sums, so that latency and small partial matm
 arise.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from cost_model.collectives import all_gather_s, hop_s, reduce_scatter_s
@@ -91,6 +93,10 @@ class Estimate:
     def benefit_s(self) -> float:
         """Seconds that the ring saves; negative where it loses."""
         return self.original_s - self.overlapped_s
+
+    def __add__(self, other: Estimate) -> Estimate:
+        """Two sites, or two parts of one, one after the other."""
+        return Estimate(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Estimate)})
 
 
 def estimate(work: RingWork, hardware: Hardware, *, directions: Directions) -> Estimate:

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from passes import shims
-from passes.blocks import Blockwise, block_params
+from passes.blocks import LONE, Blockwise, block_params
 from passes.chains import BlockOp
 from passes.gather_match import call_of
 from passes.graph import Dataflow, Operand
@@ -87,6 +88,14 @@ def run_on_piece(
             else:
                 operands.append(read(operand) if dim is None else piece.of(read(operand), dim))
         params = dict(op.params)
+        if op.name == "pvary":
+            params["axes"] = tuple(sorted(set(op.params["axes"]) - _varying(operands[0])))
+            if not params["axes"]:
+                pieces[op.outputs[0]] = operands[0]
+                continue
+        if op.name in LONE:
+            pieces[op.outputs[0]] = operands[0]
+            continue
         if isinstance(block.dims, Blockwise):
             params = dict(block_params(op.name, call_of(flow, op), block.dims, piece.share))
         if block.op in widened:
@@ -96,26 +105,31 @@ def run_on_piece(
             elif op.name == "convert_element_type":
                 params["new_dtype"] = accumulator_dtype(params["new_dtype"])
         with shims.equation_scope(op.eqn, op.scope):
+            operands = _alike(operands)
             results = op.eqn.primitive.bind(*operands, **op.eqn.primitive.get_bind_params(params))
         results = results if op.eqn.primitive.multiple_results else (results,)
         pieces.update(zip(op.outputs, results, strict=True))
 
 
+def _varying(value: Any) -> frozenset[str]:
+    return shims.varying_axes(jax.typeof(value))
+
+
+def _alike(operands: list[Any]) -> list[Any]:
+    """The operands with equal varying types: pieces vary over the axis even where the whole value does not."""
+    axes = frozenset().union(*map(_varying, operands))
+    return [as_varying(operand, axes) for operand in operands]
+
+
+def as_varying(value: Any, axes: Iterable[str]) -> Any:
+    """A value of a type that varies over (at least) the axes."""
+    missing = tuple(sorted(set(axes) - _varying(value)))
+    return lax.pcast(value, missing, to="varying") if missing else value
+
+
 def blank(aval: Any) -> Any:
     """An uninitialised array of a type, to place pieces in: zero-filling costs real time."""
-    array = lax.empty(aval.shape, aval.dtype)
-    axes = tuple(sorted(shims.varying_axes(aval)))
-    return lax.pcast(array, axes, to="varying") if axes else array
-
-
-def hop(value: Any, axis: str, axis_size: int, step: int) -> Any:
-    """Sends a value so that each device receives that of the device ``step`` places further along the axis."""
-    return lax.ppermute(value, axis, [(source, (source - step) % axis_size) for source in range(axis_size)])
-
-
-def owner_after(axis: str, axis_size: int, distance: int) -> Any:
-    """The index of the device ``distance`` places along the axis from this one; traced, int32."""
-    return lax.rem(lax.axis_index(axis) + jnp.int32(distance % axis_size), jnp.int32(axis_size))
+    return as_varying(lax.empty(aval.shape, aval.dtype), shims.varying_axes(aval))
 
 
 def tie(*values: Any) -> tuple[Any, ...]:

@@ -86,11 +86,13 @@ def _scaled(sizes: Sequence[int], dim: int, share: Fraction) -> tuple[int, ...]:
 
 
 def _elementwise(call: Call, side: int, dim: int, blocks: int) -> Blockwise | None:
-    """Every operand has the result's shape or is a scalar."""
+    """Every operand has the result's shape, or 1 in place of some sizes, or is a scalar."""
     shape = call.results[0]
-    if any(operand not in ((), shape) for operand in call.operands):
-        return None
-    return Blockwise(tuple(dim if operand else None for operand in call.operands), dim)
+    for operand in call.operands:
+        if operand and (len(operand) != len(shape) or any(a not in (1, b) for a, b in zip(operand, shape, strict=True))):
+            return None
+    cut = (bool(operand) and operand[dim] == shape[dim] for operand in call.operands)
+    return Blockwise(tuple(dim if c else None for c in cut), dim)
 
 
 def _transpose(call: Call, side: int, dim: int, blocks: int) -> Blockwise:
@@ -180,6 +182,12 @@ def _dynamic_slice(call: Call, side: int, dim: int, blocks: int) -> Blockwise | 
     return Blockwise((dim, *(None for _ in call.operands[1:])), dim)
 
 
+def _lone(call: Call, side: int, dim: int, blocks: int) -> Blockwise | None:
+    """A tiled collective among one device does nothing."""
+    lone = call.params["tiled"] and call.params["axis_size"] == 1
+    return Blockwise((dim,), dim) if lone else None
+
+
 def _result_size(name: str) -> Resize:
     """Resizes the parameter that holds the result's shape."""
     return lambda call, dims, share: {name: _scaled(call.params[name], dims.result_dim, share)}
@@ -194,6 +202,10 @@ rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin si
 xor
 """.split()
 
+LONE = ("all_gather", "reduce_scatter")
+"""Collectives with a rule: among one device they do nothing."""
+
+_RULES.update({name: _Rule(_lone) for name in LONE})
 _RULES.update({name: _Rule(_elementwise) for name in _ELEMENTWISE})
 _RULES.update(
     {

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
 
 from passes.blocks import Blockwise
+from passes.collective import Collective
 from passes.dots import DotDims
-
-Kind = Literal["all_gather_dot", "dot_reduce_scatter"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,69 +24,140 @@ class BlockOp:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ShardReduction:
+    """A sum over the gathered dim, done before the ring: every device sums its own shard, then a psum.
+
+    Attributes:
+      op: the reduction.
+      collective: the all_gather whose result is summed.
+      path: operations from the gathered value to the reduction's operand, in program order.
+      absorbed: operations that nothing but reductions needs any more.
+    """
+
+    op: int
+    collective: Collective
+    path: tuple[BlockOp, ...]
+    absorbed: tuple[int, ...]
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Operations that it replaces."""
+        return (*self.absorbed, self.op)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AllGatherDot:
     """``all_gather → … → dot_general``: one gather with every dot that its ring feeds.
 
+    An all_to_all whose result is multiplied is such a chain too (each block comes straight from its owner), and so is
+    the second half of a psum.
+
     Attributes:
-      collective: number of the all_gather operation.
-      axis: mesh axis; ``axis_size`` devices.
+      collective: the all_gather, all_to_all or psum.
       blocked: the dim along which each value of the chain is cut into one block per device.
       before: operations that each device applies to its own shard before the first hop.
       wire: the value whose shards travel: the narrowest between the gather and its dots.
       after: operations that are applied to each shard on arrival, in program order.
       dots: the dots, in program order.
+      reductions: sums over the gathered dim between the gather and its dots.
       handed_out: values of the chain that are also needed whole; the ring assembles them.
     """
 
-    collective: int
-    axis: str
-    axis_size: int
+    collective: Collective
     blocked: Mapping[int, int]
     before: tuple[BlockOp, ...]
     wire: int
     after: tuple[BlockOp, ...]
     dots: tuple[BlockOp, ...]
+    reductions: tuple[ShardReduction, ...]
     handed_out: tuple[int, ...]
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> str:
         """Name of the pattern."""
-        return "all_gather_dot"
+        return f"{self.collective.kind}_dot"
 
     @property
     def members(self) -> tuple[int, ...]:
         """Operations that the ring replaces."""
-        return (self.collective, *(b.op for b in (*self.before, *self.after, *self.dots)))
+        return (self.collective.op, *(b.op for b in (*self.before, *self.after, *self.dots)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DotReduceScatter:
     """``dot_general → … → reduce_scatter``: one reduce_scatter with the dots that make its partial sums.
 
+    A dot whose result goes into an all_to_all is such a chain too (nothing is summed), and so is the first half of
+    a psum.
+
     Attributes:
-      collective: number of the reduce_scatter operation.
-      axis: mesh axis; ``axis_size`` devices.
+      collective: the reduce_scatter, all_to_all or psum; its ``dim`` is the one that the operand is cut along.
       blocked: the dim along which each value of the chain is cut into one block per device.
       body: the operations between the dots and the collective, dots included, in program order.
       dots: the dots, in program order.
     """
 
-    collective: int
-    axis: str
-    axis_size: int
+    collective: Collective
     blocked: Mapping[int, int]
     body: tuple[BlockOp, ...]
     dots: tuple[BlockOp, ...]
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> str:
         """Name of the pattern."""
-        return "dot_reduce_scatter"
+        return f"dot_{self.collective.kind}"
 
     @property
     def members(self) -> tuple[int, ...]:
         """Operations that the ring replaces."""
-        return (*(b.op for b in self.body), self.collective)
+        return (*(b.op for b in self.body), self.collective.op)
 
 
-Chain = AllGatherDot | DotReduceScatter
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DotPsum:
+    """``dot_general → … → psum``: a reduce_scatter ring, then the gather of what it leaves on each device.
+
+    Attributes:
+      collective: the psum; its ``dim`` is the one that the sum is scattered along and gathered again.
+      scatter: the chain of the dots before it.
+      gather: the chain of the dots after it, whose ring gathers the sum; None if a plain all_gather does.
+    """
+
+    collective: Collective
+    scatter: DotReduceScatter
+    gather: AllGatherDot | None
+
+    @property
+    def kind(self) -> str:
+        """Name of the pattern."""
+        return "dot_psum"
+
+    @property
+    def dots(self) -> tuple[BlockOp, ...]:
+        """The dots on both sides, in program order."""
+        return (*self.scatter.dots, *(self.gather.dots if self.gather else ()))
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Operations that the rings replace."""
+        return (*self.scatter.members, *(self.gather.members[1:] if self.gather else ()))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Lone:
+    """A collective among one device: it disappears."""
+
+    collective: Collective
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Operations that it replaces."""
+        return (self.collective.op,)
+
+
+Chain = AllGatherDot | DotReduceScatter | DotPsum
+
+
+def reductions(chain: Chain) -> tuple[ShardReduction, ...]:
+    """The sums over the gathered dim that a chain takes over."""
+    return chain.reductions if isinstance(chain, AllGatherDot) else ()

@@ -20,17 +20,28 @@ class Collective:
       op: its number in the dataflow graph.
       kind: ``all_gather``, ``reduce_scatter``, ``psum`` or ``all_to_all``.
       axes: mesh axes, major to minor.
-      axis_size: devices that take part.
-      dim: gathered or scatter dim of the whole array; -1 for the other kinds.
-      tiled: whether the dim is cut into shards (True) or is a new one of size ``axis_size`` (False).
+      axis_size: devices that take part: all along the axes, or those of one group.
+      groups: the groups of devices, by index along the axes, that communicate among themselves; None: all do.
+      dim: the dim that is made of one block per device: the gathered dim of an all_gather's result, the
+        scatter dim of a reduce_scatter's or psum's operand, the concat dim of an all_to_all's result.
+      tiled: whether that dim is cut into blocks (True) or is one of size ``axis_size`` (False).
     """
 
     op: int
     kind: str
     axes: tuple[str, ...]
     axis_size: int
+    groups: tuple[tuple[int, ...], ...] | None = None
     dim: int = -1
     tiled: bool = True
+
+    @property
+    def axis(self) -> str:
+        """The axes' names, joined by commas."""
+        return ",".join(self.axes)
+
+
+_DECOMPOSED = frozenset({"all_gather", "reduce_scatter", "psum", "psum_invariant", "all_to_all"})
 
 
 def read_collective(flow: Dataflow, index: int) -> Collective | None:
@@ -44,29 +55,34 @@ def read_collective(flow: Dataflow, index: int) -> Collective | None:
     if not axes:
         return None
     mesh = _mesh(flow, op)
-    size = op.params.get("axis_size") or math.prod(mesh.get(axis, 1) for axis in axes)
+    size = math.prod(mesh.get(axis, 1) for axis in axes)
+    groups = op.params.get("axis_index_groups")
+    if groups is not None:
+        groups = tuple(tuple(int(device) for device in group) for group in groups)
+        size = max(map(len, groups))
     if op.name in GATHERS:
-        return Collective(
-            index, "all_gather", axes, size, op.params["all_gather_dimension"], op.params["tiled"]
-        )
-    if op.name in SCATTERS:
-        return Collective(
-            index, "reduce_scatter", axes, size, op.params["scatter_dimension"], op.params["tiled"]
-        )
-    return Collective(index, "psum" if op.name in REDUCTIONS else "all_to_all", axes, size)
+        kind, dim = "all_gather", op.params["all_gather_dimension"]
+    elif op.name in SCATTERS:
+        kind, dim = "reduce_scatter", op.params["scatter_dimension"]
+    elif op.name in REDUCTIONS:
+        kind, dim = "psum", -1
+    else:
+        kind, dim = "all_to_all", op.params["concat_axis"]
+    # An all_to_all equation is always tiled: lax.all_to_all puts the reshapes of an untiled one around it.
+    tiled = kind == "all_to_all" or op.params.get("tiled", True)
+    return Collective(index, kind, axes, size, groups, dim, tiled)
 
 
 def unsupported(flow: Dataflow, collective: Collective) -> Reason | None:
     """Why no ring of ours can stand in for the collective, whatever is around it; None if one can."""
     op = flow.ops[collective.op]
-    if op.name not in ("all_gather", "reduce_scatter"):
-        detail = f"({op.name})" if op.name != collective.kind else ""
-        return Reason(Code.UNSUPPORTED_COLLECTIVE, detail)
-    if op.params.get("axis_index_groups") is not None:
+    if op.name not in _DECOMPOSED or len(op.outputs) != 1:
+        return Reason(Code.UNSUPPORTED_COLLECTIVE, f"It is {op.name} of {len(op.outputs)} value(s).")
+    if len({len(group) for group in collective.groups or ()}) > 1:
         return Reason(Code.UNSUPPORTED_GROUPS)
-    if len(collective.axes) != 1:
-        return Reason(Code.UNSUPPORTED_AXES, f"Its axes are {', '.join(collective.axes)}.")
     if collective.axis_size == 1:
+        if op.name == "psum_invariant":
+            return Reason(Code.UNSUPPORTED_COLLECTIVE, "Among one device it only changes the value's type.")
         return Reason(Code.AXIS_SIZE_ONE)
     aval = flow.avals[op.outputs[0]]
     if not aval.size:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import networkx as nx
 
 from cost_model import Estimate, Hardware
-from passes.chains import AllGatherDot, Chain
+from passes.chains import AllGatherDot, Chain, Lone, ShardReduction, reductions
 from passes.collective import Collective
-from passes.gather_match import gather_chain
+from passes.gather_match import without_dots
 from passes.graph import Dataflow
+from passes.invariance import Invariance
 from passes.match import Match
 from passes.pricing import price
 from passes.reasons import Code, Reason
@@ -28,7 +29,6 @@ class Ring:
     """A chain and the schedule it is run with."""
 
     chain: Chain
-    collective: Collective
     schedule: RingSchedule
 
 
@@ -51,6 +51,9 @@ class Decision:
     reason: Reason
 
 
+Unit = Ring | ShardReduction | Lone
+"""What is run in place of operations."""
+
 Describe = Callable[[Decision], Site]
 
 
@@ -70,58 +73,91 @@ def decide(
       describe: makes the site that a callable policy is asked about.
     """
     decided: dict[int, Decision] = {}
-    proposals: list[Decision] = []
+    proposals: list[tuple[Decision, tuple[Chain, ...]]] = []
     for match in matches:
         if isinstance(match.found, Reason):
-            decided[match.collective.op] = Decision(match.collective, None, None, False, match.found)
+            decided[match.collective.op] = _without_chain(match.collective, match.found, policy, describe)
         else:
-            proposals.append(_propose(flow, match.collective, match.found, hardware))
-    proposals.sort(key=lambda d: (-d.estimate.benefit_s if d.estimate else 0.0, d.collective.op))
+            proposals.append((_propose(flow, match.collective, match.found, policy, hardware), match.found))
+    proposals.sort(key=lambda p: (-_benefit_s(p[0]), p[0].collective.op))
+    invariance = Invariance(flow)
     taken: set[int] = set()
-    for proposal in proposals:
-        remaining = _without(flow, proposal, taken, hardware)
-        if isinstance(remaining, Reason):
-            decision = dataclasses.replace(proposal, reason=remaining)
+    for proposal, chains in proposals:
+        remaining = _remaining(flow, chains, taken, invariance)
+        if not remaining:
+            decision = dataclasses.replace(proposal, reason=_taken(flow, proposal, taken))
         else:
-            decision = _judge(remaining, policy, describe)
-        if decision.rewritten and decision.ring is not None:
-            taken.update(dot.op for dot in decision.ring.chain.dots)
+            if taken.intersection(_dots(proposal)):
+                proposal = _propose(flow, proposal.collective, remaining, policy, hardware)
+            decision = _judge(proposal, policy, describe)
+        if decision.rewritten:
+            taken.update(_dots(decision))
         decided[decision.collective.op] = decision
     return tuple(decided[op] for op in sorted(decided))
 
 
-def _propose(
-    flow: Dataflow, collective: Collective, chain: Chain, hardware: Hardware | None
+def _without_chain(
+    collective: Collective, reason: Reason, policy: Policy, describe: Describe
 ) -> Decision:
-    """The chain with its best schedule: by predicted time, or the first in line if that is unknown."""
-    schedules = candidates(flow, chain, collective)
+    """A collective among one device disappears unless the policy is against it; any other stays."""
+    kept = Decision(collective, None, None, False, reason)
+    if reason.code is not Code.AXIS_SIZE_ONE or policy == "never":
+        return kept
+    if callable(policy) and not policy(describe(kept)):
+        return dataclasses.replace(kept, reason=Reason(Code.POLICY_DECLINED))
+    return dataclasses.replace(kept, rewritten=True)
+
+
+def _benefit_s(decision: Decision) -> float:
+    return decision.estimate.benefit_s if decision.estimate else 0.0
+
+
+def _dots(decision: Decision) -> list[int]:
+    return [dot.op for dot in decision.ring.chain.dots] if decision.ring else []
+
+
+def _propose(
+    flow: Dataflow,
+    collective: Collective,
+    chains: Iterable[Chain],
+    policy: Policy,
+    hardware: Hardware | None,
+) -> Decision:
+    """The chain and schedule of the largest predicted benefit, or the last of each if the hardware is unknown.
+
+    Under the policy "always" a chain of more dots comes first, whatever the benefit.
+    """
+    rings = [Ring(chain, schedule) for chain in chains for schedule in candidates(flow, chain)]
+    if policy == "always":
+        most = max(len(ring.chain.dots) for ring in rings)
+        rings = [ring for ring in rings if len(ring.chain.dots) == most]
     reason = Reason(Code.UNKNOWN_HARDWARE)
     if hardware is None:
-        return Decision(collective, Ring(chain, collective, schedules[-1]), None, False, reason)
-    priced = [(price(flow, chain, schedule, hardware), schedule) for schedule in schedules]
-    best, schedule = min(priced, key=lambda p: p[0].overlapped_s)
-    return Decision(collective, Ring(chain, collective, schedule), best, False, reason)
+        return Decision(collective, rings[-1], None, False, reason)
+    priced = [(price(flow, ring.chain, ring.schedule, hardware), ring) for ring in rings]
+    best, ring = max(priced, key=lambda p: p[0].benefit_s)
+    return Decision(collective, ring, best, False, reason)
 
 
-def _without(
-    flow: Dataflow, proposal: Decision, taken: set[int], hardware: Hardware | None
-) -> Decision | Reason:
-    """The proposal without the dots that other rings have; a reason if nothing is left of it."""
-    assert proposal.ring is not None
-    chain = proposal.ring.chain
-    free = [dot for dot in chain.dots if dot.op not in taken]
-    if len(free) == len(chain.dots):
-        return proposal
-    lost = next(dot for dot in chain.dots if dot.op in taken)
-    where = f"It is the dot_general at {flow.ops[lost.op].source}."
-    if not free or not isinstance(chain, AllGatherDot):
-        return Reason(Code.DOT_TAKEN, where)
-    smaller = gather_chain(
-        flow, proposal.collective, chain.blocked, (*chain.before, *chain.after), free
-    )
-    if isinstance(smaller, Reason):
-        return smaller
-    return _propose(flow, proposal.collective, smaller, hardware)
+def _remaining(
+    flow: Dataflow, chains: Iterable[Chain], taken: set[int], invariance: Invariance
+) -> tuple[Chain, ...]:
+    """What is left of the chains without the dots that other rings have."""
+    left: list[Chain] = []
+    for chain in chains:
+        if isinstance(chain, AllGatherDot):
+            smaller = without_dots(flow, chain, taken, invariance)
+            if smaller is not None:
+                left.append(smaller)
+        elif not taken.intersection(dot.op for dot in chain.dots):
+            left.append(chain)
+    return tuple(left)
+
+
+def _taken(flow: Dataflow, proposal: Decision, taken: set[int]) -> Reason:
+    lost = next((op for op in _dots(proposal) if op in taken), None)
+    where = "" if lost is None else f"It is the dot_general at {flow.ops[lost].source}."
+    return Reason(Code.DOT_TAKEN, where)
 
 
 def _judge(proposal: Decision, policy: Policy, describe: Describe) -> Decision:
@@ -145,37 +181,66 @@ def _verdict(proposal: Decision, policy: Policy, describe: Describe) -> tuple[Co
     return Code.NOT_PROFITABLE, False
 
 
-def program_order(flow: Dataflow, decisions: tuple[Decision, ...]) -> tuple[tuple[Decision, ...], tuple[int | Ring, ...]]:
+def program_order(
+    flow: Dataflow, decisions: tuple[Decision, ...]
+) -> tuple[tuple[Decision, ...], tuple[int | Unit, ...]]:
     """An order in which the operations and rings can run, each ring as one step.
 
     Rings that wait for one another (each needs a result of the other before it can start) cannot both be: of a circle
     of them the one with the least benefit is given up.
 
     Returns:
-      The decisions, with those given up revised; and operation numbers and rings in the order to run them.
+      The decisions, with those given up revised; and operation numbers, rings and sums of shards, in the order to
+      run them.
     """
     while True:
-        rings = {d.collective.op: d.ring for d in decisions if d.rewritten and d.ring is not None}
-        unit_of = {member: op for op, ring in rings.items() for member in ring.chain.members}
-        position = {op: min(d.op for d in ring.chain.dots) for op, ring in rings.items()}
-        units: nx.DiGraph[int] = nx.DiGraph()
-        units.add_nodes_from(unit_of.get(index, index) for index in range(len(flow.ops)))
-        units.add_edges_from(
-            (a, b)
-            for source, target in flow.graph().edges
-            if (a := unit_of.get(source, source)) != (b := unit_of.get(target, target))
-        )
+        units: dict[int, Unit] = {
+            d.collective.op: Lone(d.collective) for d in decisions if d.rewritten and d.ring is None
+        }
+        position: dict[int, int] = {}
+        for ring in (d.ring for d in decisions if d.rewritten and d.ring is not None):
+            units[ring.chain.collective.op] = ring
+            position[ring.chain.collective.op] = min(dot.op for dot in ring.chain.dots)
+            units.update((reduction.op, reduction) for reduction in reductions(ring.chain))
+        unit_of = {
+            member: number
+            for number, unit in units.items()
+            for member in (unit.chain if isinstance(unit, Ring) else unit).members
+        }
+        order = _contracted(flow, units, unit_of)
         try:
-            order = nx.lexicographical_topological_sort(units, key=lambda unit: position.get(unit, unit))
-            return decisions, tuple(rings.get(unit, unit) for unit in order)
+            sequence = nx.lexicographical_topological_sort(order, key=lambda unit: position.get(unit, unit))
+            return decisions, tuple(units.get(unit, unit) for unit in sequence)
         except nx.NetworkXUnfeasible:
-            decisions = _give_up_one(decisions, nx.find_cycle(units))
+            decisions = _give_up_one(decisions, nx.find_cycle(order))
+
+
+def _contracted(
+    flow: Dataflow, units: Mapping[int, Unit], unit_of: Mapping[int, int]
+) -> nx.DiGraph[int]:
+    """The dataflow graph with each unit as one node."""
+    graph = flow.graph()
+    order: nx.DiGraph[int] = nx.DiGraph()
+    order.add_nodes_from(unit_of.get(index, index) for index in range(len(flow.ops)))
+    order.add_edges_from(
+        (a, b)
+        for source, target in graph.edges
+        if (a := unit_of.get(source, source)) != (b := unit_of.get(target, target))
+    )
+    for number, unit in units.items():
+        if isinstance(unit, ShardReduction):
+            # It goes its own way from the gather's operand, beside the ring.
+            way = {unit.collective.op, *(block.op for block in unit.path)}
+            order.remove_edges_from([(unit_of.get(op, op), number) for op in way])
+            before = {unit_of.get(p, p) for op in way for p in graph.predecessors(op) if p not in way}
+            order.add_edges_from((node, number) for node in before - {number})
+    return order
 
 
 def _give_up_one(decisions: tuple[Decision, ...], cycle: list[tuple[int, int]]) -> tuple[Decision, ...]:
     units = {unit for edge in cycle for unit in edge}
     in_cycle = [d for d in decisions if d.rewritten and d.collective.op in units]
-    least = min(in_cycle, key=lambda d: (d.estimate.benefit_s if d.estimate else 0.0, -d.collective.op))
+    least = min(in_cycle, key=lambda d: (_benefit_s(d), -d.collective.op))
     given_up = dataclasses.replace(
         least, rewritten=False, reason=Reason(Code.DEPENDS_ON_ITSELF, "It does so through another ring.")
     )

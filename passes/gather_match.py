@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 
 from passes import shims
-from passes.blocks import Call, blockwise, is_blockwise
-from passes.chains import AllGatherDot, BlockOp
+from passes.blocks import Call, blockwise
+from passes.chains import AllGatherDot, BlockOp, ShardReduction
 from passes.collective import Collective, explicitly_sharded
 from passes.dots import dot_dims
-from passes.graph import Dataflow, Literal, Op
+from passes.graph import Dataflow, Op
+from passes.invariance import Invariance
 from passes.reasons import Code, Reason
-
-_INVARIANT_SOURCES = frozenset({"psum", "psum_invariant", "all_gather", "all_gather_invariant"})
 
 
 @dataclasses.dataclass(slots=True)
-class _Sinking:
+class Sinking:
     """How far one gather has been sunk.
 
     Attributes:
+      collective: the gather; its ``dim`` is the gathered dim.
       blocked: value → the dim along which it is gathered, not yet materialised.
       ops: operations passed, in program order.
       dots: dots reached, in program order.
+      sums: sums over the gathered dim that every device can do for its own shard.
+      uniform: those of the blocked values that owner and receiver of a shard would compute alike.
       stops: why it went no further, and where.
     """
 
@@ -32,6 +34,8 @@ class _Sinking:
     blocked: dict[int, int]
     ops: list[BlockOp] = dataclasses.field(default_factory=list)
     dots: list[BlockOp] = dataclasses.field(default_factory=list)
+    sums: list[int] = dataclasses.field(default_factory=list)
+    uniform: set[int] = dataclasses.field(default_factory=set)
     stops: list[Reason] = dataclasses.field(default_factory=list)
 
 
@@ -45,20 +49,16 @@ def call_of(flow: Dataflow, op: Op) -> Call:
 
 
 def find_gather_chains(
-    flow: Dataflow, gathers: Mapping[int, Collective]
+    flow: Dataflow, gathers: Mapping[int, Collective], invariance: Invariance
 ) -> dict[int, AllGatherDot | Reason]:
-    """For each all_gather operation of ``gathers``: its chain, or why it has none. One pass over the graph."""
-    sinkings: dict[int, _Sinking] = {}
-    gathered_by: dict[int, list[_Sinking]] = {}
+    """For each operation of ``gathers``: the chain of its result, or why it has none. One pass over the graph.
+
+    The operations may be all_gathers, or others whose result can be taken as gathered along ``Collective.dim``.
+    """
+    sinkings: dict[int, Sinking] = {}
+    gathered_by: dict[int, list[Sinking]] = {}
     for index, op in enumerate(flow.ops):
-        if index in gathers:
-            collective = gathers[index]
-            if explicitly_sharded(flow.avals[op.outputs[0]]):
-                continue
-            sinking = sinkings[index] = _Sinking(collective, {op.outputs[0]: collective.dim})
-            gathered_by[op.outputs[0]] = [sinking]
-            continue
-        found: dict[int, _Sinking] = {}
+        found: dict[int, Sinking] = {}
         for operand in op.inputs:
             if isinstance(operand, int):
                 for sinking in gathered_by.get(operand, ()):
@@ -66,13 +66,18 @@ def find_gather_chains(
         for sinking in found.values():
             if op.name == "dot_general":
                 _reach_dot(flow, sinking, index, op)
-            elif _sink(flow, sinking, index, op):
+            elif _sink(flow, sinking, index, op, invariance):
                 for value in op.outputs:
                     gathered_by.setdefault(value, []).append(sinking)
-    return {index: _chain(flow, sinkings.get(index)) for index in gathers}
+        if index in gathers and not explicitly_sharded(flow.avals[op.outputs[0]]):
+            (value,) = op.outputs
+            sinking = Sinking(gathers[index], {value: gathers[index].dim}, uniform={value})
+            sinkings[index] = sinking
+            gathered_by.setdefault(value, []).append(sinking)
+    return {index: _chain(flow, sinkings.get(index), invariance) for index in gathers}
 
 
-def _reach_dot(flow: Dataflow, sinking: _Sinking, index: int, op: Op) -> None:
+def _reach_dot(flow: Dataflow, sinking: Sinking, index: int, op: Op) -> None:
     blocked = [sinking.blocked.get(operand) if isinstance(operand, int) else None for operand in op.inputs]
     side = 0 if blocked[0] is not None else 1
     dim = blocked[side]
@@ -80,9 +85,8 @@ def _reach_dot(flow: Dataflow, sinking: _Sinking, index: int, op: Op) -> None:
     ranks = (len(flow.aval(op.inputs[0]).shape), len(flow.aval(op.inputs[1]).shape))
     dims = dot_dims(op.params["dimension_numbers"], ranks, side, dim)
     if blocked[1 - side] is not None and blocked[1 - side] != dims.operand_dims[1 - side]:
-        sinking.stops.append(
-            Reason(Code.DEPENDS_ON_ITSELF, f"At dot_general, {op.source}: both operands are gathered.")
-        )
+        where = f"At dot_general, {op.source}: both operands are gathered."
+        sinking.stops.append(Reason(Code.DEPENDS_ON_ITSELF, where))
     elif any(explicitly_sharded(flow.aval(operand)) for operand in (*op.inputs, *op.outputs)):
         sinking.stops.append(Reason(Code.EXPLICIT_SHARDING, f"At dot_general, {op.source}."))
     elif not all(flow.aval(operand).size for operand in op.inputs):
@@ -91,12 +95,15 @@ def _reach_dot(flow: Dataflow, sinking: _Sinking, index: int, op: Op) -> None:
         sinking.dots.append(BlockOp(index, dims))
 
 
-def _sink(flow: Dataflow, sinking: _Sinking, index: int, op: Op) -> bool:
+def _sink(flow: Dataflow, sinking: Sinking, index: int, op: Op, invariance: Invariance) -> bool:
     """Sinks a gather through one equation, if it acts block by block; says whether it did."""
     blocked = [sinking.blocked.get(operand) if isinstance(operand, int) else None for operand in op.inputs]
     side = next(i for i, dim in enumerate(blocked) if dim is not None)
     dim = blocked[side]
     assert dim is not None
+    if _is_shard_sum(sinking, op, dim):
+        sinking.sums.append(index)
+        return False
     rule = blockwise(op.name, call_of(flow, op), side, dim, sinking.collective.axis_size)
     consistent = rule is not None and all(
         dim is None or dim == wanted for dim, wanted in zip(blocked, rule.operand_dims, strict=True)
@@ -106,75 +113,109 @@ def _sink(flow: Dataflow, sinking: _Sinking, index: int, op: Op) -> bool:
         return False
     sinking.ops.append(BlockOp(index, rule))
     sinking.blocked.update(dict.fromkeys(op.outputs, rule.result_dim))
+    invariant = invariance.over(sinking.collective)
+    if all(operand in sinking.uniform or invariant(operand) for operand in op.inputs):
+        sinking.uniform.update(op.outputs)
     return True
 
 
-def _chain(flow: Dataflow, sinking: _Sinking | None) -> AllGatherDot | Reason:
+def _is_shard_sum(sinking: Sinking, op: Op, dim: int) -> bool:
+    """Whether an equation sums a gathered value over the gathered dim, and each owner could sum its own shard."""
+    return (
+        op.name == "reduce_sum"
+        and dim in op.params["axes"]
+        and op.params.get("out_sharding") is None
+        and op.inputs[0] in sinking.uniform
+        and sinking.collective.kind == "all_gather"
+        and sinking.collective.groups is None
+    )
+
+
+def _chain(flow: Dataflow, sinking: Sinking | None, invariance: Invariance) -> AllGatherDot | Reason:
     if sinking is None:
         return Reason(Code.EXPLICIT_SHARDING)
     if not sinking.dots:
-        if sinking.stops:
-            return sinking.stops[0]
-        return Reason(Code.GATHERED_VALUE_ESCAPES)
-    return gather_chain(flow, sinking.collective, sinking.blocked, sinking.ops, sinking.dots)
+        return sinking.stops[0] if sinking.stops else Reason(Code.GATHERED_VALUE_ESCAPES)
+    chain = gather_chain(flow, sinking, invariance)
+    return Reason(Code.DEPENDS_ON_ITSELF) if chain is None else chain
 
 
-def gather_chain(
-    flow: Dataflow,
-    collective: Collective,
-    blocked: Mapping[int, int],
-    ops: list[BlockOp] | tuple[BlockOp, ...],
-    dots: list[BlockOp] | tuple[BlockOp, ...],
-) -> AllGatherDot | Reason:
-    """The chain of a gather that feeds ``dots`` through those of ``ops`` that lead to them.
+def gather_chain(flow: Dataflow, sinking: Sinking, invariance: Invariance) -> AllGatherDot | None:
+    """The chain of a gather that feeds its dots through those operations that lead to them.
 
-    A dot whose other operand depends on the ring's own results is left out; it takes the assembled value.
+    A dot whose other operand depends on the ring's own results is left out; it takes the assembled value. None if
+    no dot is left.
     """
-    ops, dots = _without_self_dependence(flow, collective, blocked, ops, dots)
-    if not dots:
-        return Reason(Code.DEPENDS_ON_ITSELF)
-    needed = {
-        operand
-        for dot in dots
-        for operand, dim in zip(flow.ops[dot.op].inputs, dot.dims.operand_dims, strict=True)
-        if dim is not None and operand in blocked
-    }
-    kept: list[BlockOp] = []
-    for block in reversed(ops):
-        op = flow.ops[block.op]
-        if any(value in needed for value in op.outputs):
-            kept.append(block)
-            needed.update(o for o in op.inputs if isinstance(o, int) and o in blocked)
-    kept.reverse()
-    members = {block.op for block in (*kept, *dots)}
+    collective, blocked = sinking.collective, sinking.blocked
     source = flow.ops[collective.op].outputs[0]
+    ops, dots = _without_self_dependence(flow, sinking, source) if sinking.dots else ([], [])
+    if not dots:
+        return None
+    kept = _leading_to(flow, ops, [o for dot in dots for o in _blocked_operands(flow, dot)])
+    members = {block.op for block in (*kept, *dots)}
+    sums = _shard_reductions(flow, sinking, members)
+    gone = members.union(*(reduction.members for reduction in sums))
     made = [source, *(value for block in kept for value in flow.ops[block.op].outputs)]
-    handed_out = tuple(v for v in made if any(user not in members for user in flow.users[v]))
-    before, wire, after = _cut(flow, collective, kept, source)
+    before, wire, after = _cut(flow, collective, kept, source, invariance)
     return AllGatherDot(
-        collective=collective.op,
-        axis=collective.axes[0],
-        axis_size=collective.axis_size,
+        collective=collective,
         blocked={value: blocked[value] for value in made},
         before=before,
         wire=wire,
         after=after,
         dots=tuple(dots),
-        handed_out=handed_out,
+        reductions=sums,
+        handed_out=tuple(v for v in made if any(user not in gone for user in flow.users[v])),
     )
 
 
+def without_dots(
+    flow: Dataflow, chain: AllGatherDot, taken: set[int], invariance: Invariance
+) -> AllGatherDot | None:
+    """The chain without the dots that others have taken; None if no dot is left."""
+    dots = [dot for dot in chain.dots if dot.op not in taken]
+    if len(dots) == len(chain.dots):
+        return chain
+    ops = sorted({*chain.before, *chain.after, *(b for r in chain.reductions for b in r.path)}, key=_number)
+    blocked = dict(chain.blocked)
+    for block in ops:
+        assert block.dims.result_dim is not None
+        blocked.update(dict.fromkeys(flow.ops[block.op].outputs, block.dims.result_dim))
+    sums = [reduction.op for reduction in chain.reductions]
+    return gather_chain(flow, Sinking(chain.collective, blocked, ops, dots, sums), invariance)
+
+
+def _number(block: BlockOp) -> int:
+    return block.op
+
+
+def _blocked_operands(flow: Dataflow, block: BlockOp) -> list[int]:
+    pairs = zip(flow.ops[block.op].inputs, block.dims.operand_dims, strict=True)
+    return [operand for operand, dim in pairs if dim is not None and isinstance(operand, int)]
+
+
+def _leading_to(flow: Dataflow, ops: Sequence[BlockOp], wanted: Sequence[int]) -> list[BlockOp]:
+    """Those operations from which one of the wanted values is reached."""
+    needed = set(wanted)
+    kept: list[BlockOp] = []
+    for block in reversed(ops):
+        if any(value in needed for value in flow.ops[block.op].outputs):
+            kept.append(block)
+            needed.update(_blocked_operands(flow, block))
+    return kept[::-1]
+
+
 def _without_self_dependence(
-    flow: Dataflow,
-    collective: Collective,
-    blocked: Mapping[int, int],
-    ops: list[BlockOp] | tuple[BlockOp, ...],
-    dots: list[BlockOp] | tuple[BlockOp, ...],
+    flow: Dataflow, sinking: Sinking, source: int
 ) -> tuple[list[BlockOp], list[BlockOp]]:
-    """Leaves out what needs the ring's results (its dots' results, or a gathered value assembled) to run."""
-    members = {block.op: block for block in (*ops, *dots)}
-    dot_ops = {dot.op for dot in dots}
-    last = max(members)
+    """Leaves out what needs the ring's results (its dots' results, or a gathered value assembled) to run.
+
+    Visits what depends on the gather, in program order, up to the last dot.
+    """
+    members = {block.op: block for block in (*sinking.ops, *sinking.dots)}
+    dot_ops = {dot.op for dot in sinking.dots}
+    sums = set(sinking.sums)
+    last = max(dot_ops)
     results: set[int] = set()
     blocks: set[int] = set()
     kept_ops: list[BlockOp] = []
@@ -188,7 +229,7 @@ def _without_self_dependence(
                 if 0 <= user <= last:
                     heapq.heappush(pending, user)
 
-    add(blocks, flow.ops[collective.op].outputs)
+    add(blocks, (source,))
     done = -1
     while pending:
         index = heapq.heappop(pending)
@@ -197,8 +238,11 @@ def _without_self_dependence(
         done = index
         op = flow.ops[index]
         block = members.get(index)
+        if index in sums and op.inputs[0] in blocks:
+            continue
         if block is not None:
-            own = [o in blocks and dim is not None for o, dim in zip(op.inputs, block.dims.operand_dims, strict=True)]
+            pairs = zip(op.inputs, block.dims.operand_dims, strict=True)
+            own = [operand in blocks and dim is not None for operand, dim in pairs]
             others = [operand for operand, mine in zip(op.inputs, own, strict=True) if not mine]
             if any(own) and not any(o in results or o in blocks for o in others):
                 if index in dot_ops:
@@ -212,21 +256,41 @@ def _without_self_dependence(
     return kept_ops, kept_dots
 
 
+def _shard_reductions(
+    flow: Dataflow, sinking: Sinking, members: set[int]
+) -> tuple[ShardReduction, ...]:
+    """The sums over the gathered dim, each with its way from the gather; shared ways belong to the first."""
+    replaced = members | set(sinking.sums)
+    absorbed: list[int] = []
+    for block in reversed(sinking.ops):
+        users = [user for value in flow.ops[block.op].outputs for user in flow.users[value]]
+        if block.op not in members and users and all(user in replaced for user in users):
+            absorbed.append(block.op)
+            replaced.add(block.op)
+    found = []
+    for index in sinking.sums:
+        path = _leading_to(flow, sinking.ops, [o for o in flow.ops[index].inputs if isinstance(o, int)])
+        own = tuple(block.op for block in path if block.op in absorbed)
+        absorbed = [op for op in absorbed if op not in own]
+        found.append(
+            ShardReduction(op=index, collective=sinking.collective, path=tuple(path), absorbed=own)
+        )
+    return tuple(found)
+
+
 def _cut(
-    flow: Dataflow, collective: Collective, ops: list[BlockOp], source: int
+    flow: Dataflow, collective: Collective, ops: Sequence[BlockOp], source: int, invariance: Invariance
 ) -> tuple[tuple[BlockOp, ...], int, tuple[BlockOp, ...]]:
     """Chooses the value that travels: the narrowest on the way from the gather to where the ways part.
 
     What lies before it is applied once to each device's own shard, so an equation may come before only if its
     other operands are the same on every device. Among equally narrow values the last is taken.
     """
-    invariant = _invariant_over(flow, collective)
-    by_input = {
-        operand: block for block in ops for operand in flow.ops[block.op].inputs if isinstance(operand, int)
-    }
+    invariant = invariance.over(collective)
+    by_input = {operand: block for block in ops for operand in _blocked_operands(flow, block)}
     path: list[BlockOp] = []
     value, wire, length = source, source, 0
-    while len(set(flow.users[value])) == 1 and value in by_input:
+    while collective.kind == "all_gather" and len(set(flow.users[value])) == 1 and value in by_input:
         block = by_input[value]
         op = flow.ops[block.op]
         others = [operand for operand in op.inputs if operand != value]
@@ -237,56 +301,9 @@ def _cut(
         if _bytes(flow, value) <= _bytes(flow, wire):
             wire, length = value, len(path)
     before = tuple(path[:length])
-    after = tuple(block for block in ops if block not in before)
-    return before, wire, after
+    return before, wire, tuple(block for block in ops if block not in before)
 
 
 def _bytes(flow: Dataflow, value: int) -> int:
     aval = flow.avals[value]
     return int(aval.size * aval.dtype.itemsize)
-
-
-def _invariant_over(flow: Dataflow, collective: Collective) -> Callable[[int | Literal], bool]:
-    """Tells whether an operand is known to be the same on every device of the collective's axis.
-
-    Derived from the program, since under ``check_vma=False`` types do not tell: constants are, and so is what is
-    computed from them, and the result of a psum or all_gather over the axis.
-    """
-    producer = flow.producer
-    axis = collective.axes[0]
-    known: dict[int, bool] = {}
-
-    def invariant(operand: int | Literal) -> bool:
-        if isinstance(operand, Literal) or operand in flow.constants:
-            return True
-        stack = [operand]
-        while stack:
-            value = stack[-1]
-            if value in known:
-                stack.pop()
-                continue
-            if value not in producer:
-                known[value] = value in flow.constants
-                continue
-            op = flow.ops[producer[value]]
-            if op.name in _INVARIANT_SOURCES:
-                axes = op.params.get("axes", op.params.get("axis_name", ()))
-                known[value] = axis in axes and op.params.get("axis_index_groups") is None
-                continue
-            inputs = [o for o in op.inputs if isinstance(o, int)]
-            if shims.has_effects(op.eqn) or not _pure_local(op):
-                known[value] = False
-                continue
-            unknown = [o for o in inputs if o not in known]
-            if unknown:
-                stack.extend(unknown)
-            else:
-                known[value] = all(known[o] for o in inputs)
-        return known[operand]
-
-    return invariant
-
-
-def _pure_local(op: Op) -> bool:
-    """Whether an operation's result is a function of its operands alone, the same on every device."""
-    return op.name == "iota" or is_blockwise(op.name)

@@ -1,70 +1,106 @@
-"""Emits the ring of an ``all_gather → dot`` chain."""
+"""Emits the ring of an ``all_gather → dot`` chain, and of an ``all_to_all → dot`` chain."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
 
 from passes import shims
-from passes.block_eval import (
-    Piece,
-    Read,
-    accumulator_dtype,
-    blank,
-    hop,
-    owner_after,
-    run_on_piece,
-    tie,
-)
-from passes.chains import AllGatherDot
+from passes.block_eval import Piece, Read, accumulator_dtype, as_varying, blank, run_on_piece, tie
+from passes.chains import AllGatherDot, ShardReduction
 from passes.collective import Collective
 from passes.graph import Dataflow
+from passes.hops import hop, place_after
 from passes.schedule import WHOLE, Part, RingSchedule, divisions, parts
+
+Shards = list[tuple[Part, Any]]
 
 
 def emit_gather_ring(
-    flow: Dataflow, chain: AllGatherDot, collective: Collective, schedule: RingSchedule, read: Read
+    flow: Dataflow, chain: AllGatherDot, schedule: RingSchedule, shard: Any, read: Read
 ) -> dict[int, Any]:
     """Runs the chain as a ring and returns the values that the rest of the program needs, by number.
 
-    At step s device i holds the shard of device (i+s) mod P (of i-s for the part that travels the other way). While
-    it is sent on, the dots run on it: results of a free or batch dim are placed where the shard's owner says, those
-    of a contracting dim are added up.
-    """
-    op = flow.ops[chain.collective]
-    axis, axis_size = chain.axis, chain.axis_size
-    with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{chain.kind}"):
-        shard = read(op.inputs[0])
-        if not collective.tiled:
-            shard = lax.expand_dims(shard, (collective.dim,))
-        local = {op.outputs[0]: shard}
-    run_on_piece(flow, chain.before, local, Piece(owner_after(axis, axis_size, 0), WHOLE, axis_size), read)
-    dim = chain.blocked[chain.wire]
-    travelling = [
-        (part, _cut(local[chain.wire], dim, part))
-        for part in parts(schedule, divisions(flow, chain, collective))
-    ]
+    At step s device i has the shard of device (i+s) mod P (of i-s for the part that travels the other way). While
+    the next one is on its way, the dots run on it: results of a free or batch dim are placed where the shard's owner
+    says, those of a contracting dim are added up.
 
+    Args:
+      flow: the dataflow graph.
+      chain: the chain.
+      schedule: how the shards travel.
+      shard: the collective's operand.
+      read: gives whole values.
+    """
+    collective = chain.collective
+    op, axis_size = flow.ops[collective.op], collective.axis_size
+    send = _direct(flow, collective, shard) if schedule.route == "exchange" else None
+    with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{chain.kind}"):
+        first = send(0) if send else own_block(collective, shard)
+    local = {op.outputs[0]: first}
+    run_on_piece(flow, chain.before, local, Piece(place_after(collective, 0), WHOLE, axis_size), read)
+    dim = chain.blocked[chain.wire]
+    at_hand: Shards = [
+        (part, _cut(local[chain.wire], dim, part)) for part in parts(schedule, divisions(flow, chain))
+    ]
     results: dict[int, Any] = {}
     for step in range(axis_size):
-        sent = travelling
+        arriving: Shards = []
         if step < axis_size - 1:
             with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{chain.kind}"):
-                travelling = [(part, hop(shard, axis, axis_size, part.step)) for part, shard in sent]
-        for part, shard in sent:
-            piece = Piece(owner_after(axis, axis_size, part.step * step), part, axis_size)
-            _take_in(flow, chain, shard, piece, read, results)
-        if step < axis_size - 1:
-            shards = [shard for _, shard in travelling]
-            tied = tie(*shards, *results.values())
-            travelling = [(part, shard) for (part, _), shard in zip(travelling, tied, strict=False)]
-            results = dict(zip(results, tied[len(shards) :], strict=True))
+                if send:
+                    arriving = [(part, send(step + 1)) for part, _ in at_hand]
+                else:
+                    arriving = [(part, hop(piece, collective, part.step)) for part, piece in at_hand]
+        for part, piece in at_hand:
+            place = place_after(collective, part.step * step)
+            _take_in(flow, chain, piece, Piece(place, part, axis_size), read, results)
+        if arriving:
+            tied = tie(*(piece for _, piece in arriving), *results.values())
+            at_hand = [(part, piece) for (part, _), piece in zip(arriving, tied, strict=False)]
+            results = dict(zip(results, tied[len(arriving) :], strict=True))
     for dot in chain.dots:
         (value,) = flow.ops[dot.op].outputs
         results[value] = lax.convert_element_type(results[value], flow.avals[value].dtype)
     return results
+
+
+def emit_shard_reduction(flow: Dataflow, reduction: ShardReduction, read: Read) -> dict[int, Any]:
+    """Sums a gathered value over the gathered dim: each device its own shard (in float32 at least), then a psum."""
+    collective, op = reduction.collective, flow.ops[reduction.op]
+    gather = flow.ops[collective.op]
+    pieces = {gather.outputs[0]: own_block(collective, read(gather.inputs[0]))}
+    here = Piece(place_after(collective, 0), WHOLE, collective.axis_size)
+    run_on_piece(flow, reduction.path, pieces, here, read)
+    (operand,), (value,) = op.inputs, op.outputs
+    assert isinstance(operand, int)
+    aval = flow.avals[value]
+    with shims.equation_scope(op.eqn, op.scope):
+        shard = lax.convert_element_type(pieces[operand], accumulator_dtype(aval.dtype))
+        total = lax.psum(lax.reduce_sum_p.bind(shard, **op.params), collective.axes)
+        total = lax.convert_element_type(total, aval.dtype)
+        return {value: as_varying(total, shims.varying_axes(aval))}
+
+
+def own_block(collective: Collective, shard: Any) -> Any:
+    """This device's shard as a block of the gathered array: an untiled gather makes a new dim."""
+    return shard if collective.tiled else lax.expand_dims(shard, (collective.dim,))
+
+
+def _direct(flow: Dataflow, collective: Collective, operand: Any) -> Callable[[int], Any]:
+    """How the block of the device ``distance`` places further along is fetched straight from it."""
+    split = flow.ops[collective.op].params["split_axis"]
+    size = operand.shape[split] // collective.axis_size
+
+    def fetch(distance: int) -> Any:
+        destination = place_after(collective, -distance)
+        block = lax.dynamic_slice_in_dim(operand, destination * size, size, split)
+        return hop(block, collective, distance) if distance else block
+
+    return fetch
 
 
 def _cut(shard: Any, dim: int, part: Part) -> Any:
@@ -92,8 +128,6 @@ def _take_in(
             results[value] = partial if value not in results else lax.add(results[value], partial)
 
 
-def _place(
-    flow: Dataflow, value: int, dim: int, part: Any, piece: Piece, results: dict[int, Any]
-) -> None:
+def _place(flow: Dataflow, value: int, dim: int, part: Any, piece: Piece, results: dict[int, Any]) -> None:
     whole = results[value] if value in results else blank(flow.avals[value])
     results[value] = piece.place(whole, part, dim)

@@ -22,6 +22,11 @@ REDUCTIONS = frozenset({"psum", "psum_invariant", "unreduced_psum"})
 EXCHANGES = frozenset({"all_to_all"})
 COLLECTIVES = GATHERS | SCATTERS | REDUCTIONS | EXCHANGES
 
+_SPREADING = GATHERS | REDUCTIONS | EXCHANGES
+"""Collectives whose result dots may be fed from."""
+_COLLECTING = SCATTERS | REDUCTIONS | EXCHANGES
+"""Collectives that dots may feed."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Literal:
@@ -136,8 +141,8 @@ class _Crossing:
     """What a jaxpr does with chains that cross its border.
 
     Attributes:
-      gathered_outputs: some result is, or follows elementwise from, an all_gather inside.
-      scattered_inputs: some argument leads, blockwise, to a reduce_scatter inside.
+      gathered_outputs: some result is, or follows blockwise from, that of a collective inside.
+      scattered_inputs: some argument leads, blockwise, to a collective inside.
     """
 
     gathered_outputs: bool
@@ -172,7 +177,7 @@ class _Reader:
         scope: Any,
         scattered: frozenset[Any],
     ) -> tuple[Operand, ...]:
-        """Adds the equations of a jaxpr; ``scattered`` are its results that lead to a reduce_scatter outside."""
+        """Adds the equations of a jaxpr; ``scattered`` are its results that lead to a collective outside."""
         env: dict[Any, Operand] = dict(zip(body.invars, arguments, strict=True))
         for var, const in zip(shims.constant_variables(body), consts, strict=True):
             env[var] = self._value(var.aval)
@@ -204,7 +209,7 @@ class _Reader:
                     env.update(zip(eqn.outvars, results, strict=True))
                     continue
             outputs = tuple(self._value(var.aval) for var in eqn.outvars)
-            if eqn.primitive.name in GATHERS or (tainted and is_blockwise(eqn.primitive.name)):
+            if eqn.primitive.name in _SPREADING or (tainted and is_blockwise(eqn.primitive.name)):
                 self.gathered.update(outputs)
             env.update(zip(eqn.outvars, outputs, strict=True))
             self.ops.append(Op(eqn, operands, outputs, scope))
@@ -218,7 +223,7 @@ class _Reader:
                 name = eqn.primitive.name
                 follows = any(not shims.is_literal(v) and v in gathered for v in eqn.invars)
                 inner = _is_plain_call(eqn) and self._crossing(eqn.params["jaxpr"]).gathered_outputs
-                if name in GATHERS or inner or (follows and (is_blockwise(name) or name == "jit")):
+                if name in _SPREADING or inner or (follows and (is_blockwise(name) or name == "jit")):
                     gathered.update(eqn.outvars)
             scattered = _scattered_variables(body, self._crossing)
             self.crossings[id(jaxpr)] = _Crossing(
@@ -231,11 +236,11 @@ class _Reader:
 def _scattered_variables(
     body: Any, crossing: Callable[[Any], _Crossing], scattered: frozenset[Any] = frozenset()
 ) -> set[Any]:
-    """The variables from which blockwise equations lead to a reduce_scatter, here or through ``scattered``."""
+    """The variables from which blockwise equations lead to a collective, here or through ``scattered``."""
     wanted = set(scattered)
     for eqn in reversed(body.eqns):
         name = eqn.primitive.name
-        starts = name in SCATTERS or (_is_plain_call(eqn) and crossing(eqn.params["jaxpr"]).scattered_inputs)
+        starts = name in _COLLECTING or (_is_plain_call(eqn) and crossing(eqn.params["jaxpr"]).scattered_inputs)
         passes_on = any(v in wanted for v in eqn.outvars) and (is_blockwise(name) or name == "jit")
         if starts or passes_on:
             wanted.update(v for v in eqn.invars if not shims.is_literal(v))

@@ -1,24 +1,31 @@
-"""Every collective of one jaxpr with the chain it belongs to, or the reason why it belongs to none."""
+"""Every collective of one jaxpr with the chains it may belong to, or the reason why it belongs to none."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from passes.chains import Chain
+from passes import shims
+from passes.chains import AllGatherDot, Chain, DotPsum
 from passes.collective import Collective, read_collective, unsupported
 from passes.gather_match import find_gather_chains
 from passes.graph import Dataflow, dataflow
-from passes.reasons import Reason
+from passes.invariance import Invariance
+from passes.reasons import Code, Reason
 from passes.scatter_match import find_scatter_chain
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Match:
-    """One collective and what was found around it: a chain, or the reason why there is none."""
+    """One collective and what was found around it.
+
+    Attributes:
+      collective: the collective.
+      found: the chains it may become, of which one can be chosen; or the reason why there is none.
+    """
 
     collective: Collective
-    found: Chain | Reason
+    found: tuple[Chain, ...] | Reason
 
 
 def match(jaxpr: Any) -> tuple[Match, ...]:
@@ -34,12 +41,76 @@ def match(jaxpr: Any) -> tuple[Match, ...]:
 def match_dataflow(flow: Dataflow) -> tuple[Match, ...]:
     """As ``match``, of a jaxpr that has been read already. The time is linear in its equations."""
     collectives = [c for i in range(len(flow.ops)) if (c := read_collective(flow, i)) is not None]
-    found: dict[int, Chain | Reason] = {}
+    found: dict[int, list[Chain]] = {}
+    reasons: dict[int, list[Reason]] = {}
+    open_ones: list[Collective] = []
     for collective in collectives:
+        found[collective.op], reasons[collective.op] = [], []
         reason = unsupported(flow, collective)
-        if reason is not None:
-            found[collective.op] = reason
-    open_ones = [c for c in collectives if c.op not in found]
-    found.update(find_gather_chains(flow, {c.op: c for c in open_ones if c.kind == "all_gather"}))
-    found.update({c.op: find_scatter_chain(flow, c) for c in open_ones if c.kind == "reduce_scatter"})
-    return tuple(Match(collective, found[collective.op]) for collective in collectives)
+        if reason is None:
+            open_ones.append(collective)
+        else:
+            reasons[collective.op].append(reason)
+
+    def note(op: int, outcome: Chain | Reason) -> None:
+        if isinstance(outcome, Reason):
+            reasons[op].append(outcome)
+        else:
+            found[op].append(outcome)
+
+    invariance = Invariance(flow)
+    gathered = {c.op: c for c in open_ones if c.kind in ("all_gather", "all_to_all")}
+    for op, outcome in find_gather_chains(flow, gathered, invariance).items():
+        note(op, outcome)
+    for collective in open_ones:
+        if collective.kind == "reduce_scatter":
+            note(collective.op, find_scatter_chain(flow, collective))
+        elif collective.kind == "all_to_all":
+            split = dataclasses.replace(collective, dim=flow.ops[collective.op].params["split_axis"])
+            note(collective.op, find_scatter_chain(flow, split))
+    for op, outcome in _psum_chains(flow, [c for c in open_ones if c.kind == "psum"], invariance):
+        note(op, outcome)
+    return tuple(Match(c, tuple(found[c.op]) or reasons[c.op][0]) for c in collectives)
+
+
+def _psum_chains(
+    flow: Dataflow, psums: list[Collective], invariance: Invariance
+) -> list[tuple[int, Chain | Reason]]:
+    """The chains of each psum, one per dim that its sum can be scattered along."""
+    outcomes: list[tuple[int, Chain | Reason]] = []
+    rounds: list[dict[int, DotPsum]] = []
+    for psum in psums:
+        shape = flow.avals[flow.ops[psum.op].outputs[0]].shape
+        dims = [d for d, size in enumerate(shape) if size % psum.axis_size == 0]
+        if not shape:
+            outcomes.append((psum.op, Reason(Code.NO_DOT, "It sums a scalar.")))
+        elif not dims:
+            detail = f"No dim of {shape} divides by {psum.axis_size}."
+            outcomes.append((psum.op, Reason(Code.INDIVISIBLE, detail)))
+        chains = []
+        for dim in dims:
+            collective = dataclasses.replace(psum, dim=dim)
+            scatter = find_scatter_chain(flow, collective)
+            if isinstance(scatter, Reason):
+                outcomes.append((psum.op, scatter))
+            else:
+                chains.append(DotPsum(collective=collective, scatter=scatter, gather=None))
+        for number, chain in enumerate(chains):
+            if number == len(rounds):
+                rounds.append({})
+            rounds[number][psum.op] = chain
+    for chosen in rounds:
+        gathers = find_gather_chains(flow, {op: chain.collective for op, chain in chosen.items()}, invariance)
+        for op, chain in chosen.items():
+            outcomes.append((op, chain))
+            gather = gathers[op]
+            if isinstance(gather, AllGatherDot) and _types_allow(flow, gather):
+                outcomes.append((op, dataclasses.replace(chain, gather=gather)))
+    return outcomes
+
+
+def _types_allow(flow: Dataflow, gather: AllGatherDot) -> bool:
+    """Whether a ring may hand out what it must: what it assembles is of varying type, a psum's result is not."""
+    source = flow.avals[flow.ops[gather.collective.op].inputs[0]]  # type: ignore[index]
+    axes = shims.varying_axes(source) & set(gather.collective.axes)
+    return all(axes <= shims.varying_axes(flow.avals[value]) for value in gather.handed_out)

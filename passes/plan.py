@@ -11,7 +11,7 @@ from jax.extend import core as jex_core
 
 from cost_model import Hardware
 from passes import shims
-from passes.decide import Decision, Policy, Ring, decide, program_order
+from passes.decide import Decision, Policy, Unit, decide, program_order
 from passes.graph import Dataflow, Op, dataflow
 from passes.match import match_dataflow
 from passes.reasons import Code, Reason
@@ -44,7 +44,7 @@ class Plan:
       flow: its dataflow graph.
       path: the calls it is in.
       decisions: one per collective, in program order.
-      order: operation numbers and rings, in the order to run them.
+      order: operation numbers and what replaces operations, in the order to run them.
       bodies: operation number → parameter name → plans of the jaxprs in that parameter.
       opaque: operations whose bodies cannot be replaced, with the plans of those bodies (for the report).
     """
@@ -52,7 +52,7 @@ class Plan:
     flow: Dataflow
     path: str
     decisions: tuple[Decision, ...]
-    order: tuple[int | Ring, ...]
+    order: tuple[int | Unit, ...]
     bodies: Mapping[int, Mapping[str, tuple[Plan, ...]]]
     opaque: Mapping[int, tuple[Plan, ...]]
 
@@ -106,7 +106,7 @@ def describe(plan: Plan, decision: Decision, count: int = 1) -> Site:
     ring = decision.ring
     return Site(
         kind=collective.kind if ring is None else ring.chain.kind,
-        axis=",".join(collective.axes),
+        axis=collective.axis,
         axis_size=collective.axis_size,
         source=op.source,
         path=plan.path,
@@ -159,7 +159,7 @@ class _Planner:
                 inner = self._bodies(op, path, replaceable=False)
                 opaque[index] = tuple(p for plans in inner.values() for p in plans)
         decisions = self._decide(flow, path, replaceable)
-        order: tuple[int | Ring, ...] = ()
+        order: tuple[int | Unit, ...] = ()
         if any(decision.rewritten for decision in decisions):
             decisions, order = program_order(flow, decisions)
         if not any(decision.rewritten for decision in decisions):

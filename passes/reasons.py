@@ -23,7 +23,7 @@ class Code(StrEnum):
     DEPENDS_ON_ITSELF = "depends_on_itself"
     UNSUPPORTED_COLLECTIVE = "unsupported_collective"
     UNSUPPORTED_GROUPS = "unsupported_groups"
-    UNSUPPORTED_AXES = "unsupported_axes"
+    INDIVISIBLE = "indivisible"
     UNSUPPORTED_DTYPE = "unsupported_dtype"
     AXIS_SIZE_ONE = "axis_size_one"
     EMPTY = "empty"
@@ -44,9 +44,9 @@ _SENTENCES = {
     Code.PARTIAL_SUM_ESCAPES: "A value between the dot and the collective is also used elsewhere.",
     Code.DOT_TAKEN: "The dot that this collective belongs to is already part of another ring.",
     Code.DEPENDS_ON_ITSELF: "The dot's other operand depends on the gathered value itself.",
-    Code.UNSUPPORTED_COLLECTIVE: "This collective is reported but not yet decomposed.",
-    Code.UNSUPPORTED_GROUPS: "The collective runs within axis_index_groups.",
-    Code.UNSUPPORTED_AXES: "The collective runs over several mesh axes at once.",
+    Code.UNSUPPORTED_COLLECTIVE: "This form of the collective is not decomposed.",
+    Code.UNSUPPORTED_GROUPS: "The collective runs within axis_index_groups of unequal size.",
+    Code.INDIVISIBLE: "The sum cannot be scattered evenly over the axis.",
     Code.UNSUPPORTED_DTYPE: "The collective's element type has no arithmetic that a ring could use.",
     Code.AXIS_SIZE_ONE: "The mesh axis has one device: nothing is communicated.",
     Code.EMPTY: "An array of the chain has no elements.",

@@ -6,15 +6,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 
 from passes import shims
 from passes.block_eval import Read
-from passes.chains import AllGatherDot
-from passes.decide import Ring
-from passes.gather_ring import emit_gather_ring
+from passes.chains import AllGatherDot, DotPsum, Lone, ShardReduction
+from passes.collective import Collective
+from passes.decide import Ring, Unit
+from passes.gather_ring import emit_gather_ring, emit_shard_reduction, own_block
 from passes.graph import Dataflow, Literal, Op, Operand
 from passes.plan import BODIES, Plan
-from passes.scatter_ring import emit_scatter_ring
+from passes.psum_ring import emit_psum_rings
+from passes.scatter_ring import emit_scatter_exchange, emit_scatter_ring
 
 
 class RewriteError(Exception):
@@ -45,7 +48,7 @@ class _Rewriter:
             return operand.val if isinstance(operand, Literal) else env[operand]
 
         for unit in plan.order:
-            if isinstance(unit, Ring):
+            if not isinstance(unit, int):
                 env.update(_emit(flow, unit, read))
                 continue
             op = flow.ops[unit]
@@ -103,13 +106,39 @@ class _Rewriter:
         return self.traced[plan]
 
 
-def _emit(flow: Dataflow, ring: Ring, read: Read) -> dict[int, Any]:
-    if isinstance(ring.chain, AllGatherDot):
-        results = emit_gather_ring(flow, ring.chain, ring.collective, ring.schedule, read)
+def _emit(flow: Dataflow, unit: Unit, read: Read) -> dict[int, Any]:
+    """Runs what stands in place of operations."""
+    if isinstance(unit, Lone):
+        collective, results = unit.collective, _emit_nothing(flow, unit.collective, read)
+    elif isinstance(unit, ShardReduction):
+        collective, results = unit.collective, emit_shard_reduction(flow, unit, read)
     else:
-        results = emit_scatter_ring(flow, ring.chain, ring.collective, ring.schedule, read)
+        collective, results = unit.chain.collective, _emit_ring(flow, unit, read)
     for value, result in results.items():
         if jax.typeof(result) != flow.avals[value]:
-            where = flow.ops[ring.collective.op].source
+            where = flow.ops[collective.op].source
             raise RewriteError(f"at {where}: a ring made {jax.typeof(result)}, not {flow.avals[value]}")
     return results
+
+
+def _emit_nothing(flow: Dataflow, collective: Collective, read: Read) -> dict[int, Any]:
+    """The operand of a collective among one device, in the shape of its result."""
+    op = flow.ops[collective.op]
+    operand = read(op.inputs[0])
+    if collective.kind == "all_gather":
+        operand = own_block(collective, operand)
+    elif not collective.tiled:
+        operand = lax.squeeze(operand, (collective.dim,))
+    return {op.outputs[0]: operand}
+
+
+def _emit_ring(flow: Dataflow, ring: Ring, read: Read) -> dict[int, Any]:
+    chain = ring.chain
+    op = flow.ops[chain.collective.op]
+    if isinstance(chain, DotPsum):
+        return emit_psum_rings(flow, chain, ring.schedule, read)
+    if isinstance(chain, AllGatherDot):
+        return emit_gather_ring(flow, chain, ring.schedule, read(op.inputs[0]), read)
+    if ring.schedule.route == "exchange":
+        return {op.outputs[0]: emit_scatter_exchange(flow, chain, read)}
+    return {op.outputs[0]: emit_scatter_ring(flow, chain, ring.schedule, read)}

@@ -51,9 +51,7 @@ def find_scatter_chain(flow: Dataflow, collective: Collective) -> DotReduceScatt
     if not body:
         return next((s for s in stops if s.code is not Code.NO_DOT), (*stops, Reason(Code.NO_DOT))[0])
     return DotReduceScatter(
-        collective=collective.op,
-        axis=collective.axes[0],
-        axis_size=collective.axis_size,
+        collective=collective,
         blocked={
             value: dim
             for block in body

@@ -1,4 +1,4 @@
-"""Emits the ring of a ``dot → reduce_scatter`` chain."""
+"""Emits the ring of a ``dot → reduce_scatter`` chain, and of a ``dot → all_to_all`` chain."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from passes import shims
-from passes.block_eval import Piece, Read, accumulator_dtype, hop, owner_after, run_on_piece, tie
+from passes.block_eval import Piece, Read, accumulator_dtype, blank, run_on_piece, tie
 from passes.chains import DotReduceScatter
-from passes.collective import Collective
 from passes.graph import Dataflow
-from passes.schedule import RingSchedule, divisions, parts
+from passes.hops import hop, place_after
+from passes.schedule import WHOLE, RingSchedule, divisions, parts
 
 _EXACT = frozenset(
     "transpose reshape squeeze broadcast_in_dim convert_element_type neg pvary pcast dot_general".split()
@@ -22,46 +22,71 @@ _EXACT = frozenset(
 
 
 def emit_scatter_ring(
-    flow: Dataflow, chain: DotReduceScatter, collective: Collective, schedule: RingSchedule, read: Read
-) -> dict[int, Any]:
-    """Runs the chain as a ring and returns the scattered result, by number.
+    flow: Dataflow, chain: DotReduceScatter, schedule: RingSchedule, read: Read
+) -> Any:
+    """Runs the chain as a ring and returns this device's shard of the result.
 
     The accumulator of the shard of device (i+P-1-s) mod P visits device i at step s and ends at its owner. While
     it travels, the next partial product is made; the two are tied together after that product and then added, in
     float32 if the result is narrower.
     """
-    op = flow.ops[chain.collective]
-    axis, axis_size = chain.axis, chain.axis_size
-    (partial_value,) = op.inputs
-    assert isinstance(partial_value, int)
+    collective = chain.collective
+    op, axis_size = flow.ops[collective.op], collective.axis_size
     widened = _widened(flow, chain)
     accumulators: list[Any] = []
-    divided = parts(schedule, divisions(flow, chain, collective))
+    divided = parts(schedule, divisions(flow, chain))
     for step in range(axis_size):
         with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{chain.kind}"):
             received = [
-                hop(accumulator, axis, axis_size, -part.step)
+                hop(accumulator, collective, -part.step)
                 for part, accumulator in zip(divided, accumulators, strict=False)
             ]
         partials = []
         for part in divided:
-            distance = -part.step * (step + 1)
-            pieces: dict[int, Any] = {}
-            piece = Piece(owner_after(axis, axis_size, distance), part, axis_size)
-            run_on_piece(flow, chain.body, pieces, piece, read, widened)
-            partial = pieces[partial_value]
+            place = place_after(collective, -part.step * (step + 1))
+            partial = _partial(flow, chain, Piece(place, part, axis_size), read, widened)
             partials.append(lax.convert_element_type(partial, accumulator_dtype(partial.dtype)))
         if received:
             tied = tie(*received, *partials)
-            partials = [
-                lax.add(a, b) for a, b in zip(tied[: len(divided)], tied[len(divided) :], strict=True)
-            ]
+            pairs = zip(tied[: len(divided)], tied[len(divided) :], strict=True)
+            partials = [lax.add(a, b) for a, b in pairs]
         accumulators = partials
-    (value,) = op.outputs
     with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{chain.kind}"):
         result = lax.concatenate(accumulators, collective.dim) if len(divided) > 1 else accumulators[0]
-        result = lax.convert_element_type(result, flow.avals[value].dtype)
-        return {value: result if collective.tiled else lax.squeeze(result, (collective.dim,))}
+        result = lax.convert_element_type(result, flow.avals[op.outputs[0]].dtype)
+        return result if collective.tiled else lax.squeeze(result, (collective.dim,))
+
+
+def emit_scatter_exchange(flow: Dataflow, chain: DotReduceScatter, read: Read) -> Any:
+    """Runs a ``dot → all_to_all`` chain as direct exchanges and returns the collective's result.
+
+    At step s the block for device (i-s) mod P is made; it is sent there while the next one is made. This device's own
+    block comes last.
+    """
+    collective = chain.collective
+    op, axis_size = flow.ops[collective.op], collective.axis_size
+    (value,) = op.outputs
+    result = blank(flow.avals[value])
+    for distance in (*range(1, axis_size), 0):
+        place = place_after(collective, -distance)
+        block = _partial(flow, chain, Piece(place, WHOLE, axis_size), read, frozenset())
+        with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{chain.kind}"):
+            if distance:
+                block = hop(block, collective, distance)
+            source = Piece(place_after(collective, distance), WHOLE, axis_size)
+            result = source.place(result, block, op.params["concat_axis"])
+    return result
+
+
+def _partial(
+    flow: Dataflow, chain: DotReduceScatter, piece: Piece, read: Read, widened: frozenset[int]
+) -> Any:
+    """One piece of the collective's operand."""
+    (operand,) = flow.ops[chain.collective.op].inputs
+    assert isinstance(operand, int)
+    pieces: dict[int, Any] = {}
+    run_on_piece(flow, chain.body, pieces, piece, read, widened)
+    return pieces[operand]
 
 
 def _widened(flow: Dataflow, chain: DotReduceScatter) -> frozenset[int]:

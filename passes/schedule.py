@@ -7,8 +7,7 @@ import math
 from fractions import Fraction
 from typing import Literal
 
-from passes.chains import AllGatherDot, BlockOp, Chain
-from passes.collective import Collective
+from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum
 from passes.graph import Dataflow
 
 
@@ -19,11 +18,15 @@ class RingSchedule:
     Attributes:
       directions: 1, whole shards travel one way round; 2, half-shards travel both ways at once, which uses both
         directions of every link and halves the time of a hop.
+      route: ``ring``, every shard passes every device; ``exchange``, each block goes straight to where it belongs.
     """
 
     directions: Literal[1, 2]
+    route: Literal["ring", "exchange"] = "ring"
 
     def __str__(self) -> str:
+        if self.route == "exchange":
+            return "exchange"
         return "unidirectional" if self.directions == 1 else "bidirectional"
 
 
@@ -45,19 +48,25 @@ WHOLE = Part(Fraction(0), Fraction(1), 1)
 """The part that is the whole block."""
 
 
-def candidates(flow: Dataflow, chain: Chain, collective: Collective) -> tuple[RingSchedule, ...]:
+def candidates(flow: Dataflow, chain: Chain) -> tuple[RingSchedule, ...]:
     """The schedules that apply to a chain."""
+    if chain.collective.kind == "all_to_all":
+        return (RingSchedule(directions=1, route="exchange"),)
     both = (RingSchedule(directions=1), RingSchedule(directions=2))
-    return both if divisions(flow, chain, collective) > 1 else both[:1]
+    return both if divisions(flow, chain) > 1 else both[:1]
 
 
-def divisions(flow: Dataflow, chain: Chain, collective: Collective) -> int:
+def divisions(flow: Dataflow, chain: Chain) -> int:
     """Into how many equal parts every block of the chain can be cut: the common divisor of their sizes."""
+    if isinstance(chain, DotPsum):
+        gathered = divisions(flow, chain.gather) if chain.gather else 0
+        return math.gcd(divisions(flow, chain.scatter), gathered)
     if isinstance(chain, AllGatherDot):
         blocks: tuple[BlockOp, ...] = (*chain.after, *chain.dots)
         sizes = [flow.avals[chain.wire].shape[chain.blocked[chain.wire]]]
     else:
         blocks = chain.body
+        collective = chain.collective
         sizes = [flow.aval(flow.ops[collective.op].inputs[0]).shape[collective.dim]]
     for block in blocks:
         op = flow.ops[block.op]
@@ -66,7 +75,7 @@ def divisions(flow: Dataflow, chain: Chain, collective: Collective) -> int:
                 sizes.append(flow.aval(operand).shape[dim])
         if block.dims.result_dim is not None:
             sizes.extend(flow.avals[value].shape[block.dims.result_dim] for value in op.outputs)
-    return math.gcd(*(size // chain.axis_size for size in sizes))
+    return math.gcd(*(size // chain.collective.axis_size for size in sizes))
 
 
 def parts(schedule: RingSchedule, unit: int) -> tuple[Part, ...]:

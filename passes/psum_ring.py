@@ -1,0 +1,34 @@
+"""Emits the rings of a ``dot → psum`` chain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax import lax
+
+from passes import shims
+from passes.block_eval import Read
+from passes.chains import DotPsum
+from passes.gather_ring import emit_gather_ring
+from passes.graph import Dataflow
+from passes.scatter_ring import emit_scatter_ring
+from passes.schedule import RingSchedule
+
+
+def emit_psum_rings(flow: Dataflow, chain: DotPsum, schedule: RingSchedule, read: Read) -> dict[int, Any]:
+    """Runs the psum as a reduce_scatter ring and a gather; returns the values that the program needs, by number."""
+    collective = chain.collective
+    op = flow.ops[collective.op]
+    shard = emit_scatter_ring(flow, chain.scatter, schedule, read)
+    if chain.gather is not None:
+        return emit_gather_ring(flow, chain.gather, schedule, shard, read)
+    with shims.equation_scope(op.eqn, op.scope):
+        whole = lax.all_gather(
+            shard,
+            collective.axes,
+            axis_index_groups=collective.groups,
+            axis=collective.dim,
+            tiled=True,
+            to="invarying" if op.name == "psum_invariant" else "varying",
+        )
+    return {op.outputs[0]: whole}

@@ -1,0 +1,271 @@
+"""The patterns beyond a plain gather or scatter: psum, all_to_all, several axes, groups, sums over the gathered dim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+import overlap
+from tests.passes import spmd
+
+P = PartitionSpec
+RNG = np.random.default_rng(1)
+VMA = pytest.mark.parametrize("check_vma", [True, False])
+WAYS = pytest.mark.parametrize("directions", [1, 2], ids=["unidirectional", "bidirectional"])
+
+
+def stacked(*shapes: tuple[int, ...], devices: int = 4) -> tuple[np.ndarray, ...]:
+    return tuple(RNG.normal(size=(devices, *shape)).astype(np.float32) for shape in shapes)
+
+
+def per_device(f: Callable[..., Any], *arguments: Any) -> spmd.Shards:
+    return [f(*a) for a in zip(*(np.asarray(x, np.float64) for x in arguments), strict=True)]
+
+
+def all_to_all(shards: spmd.Shards, split: int, concat: int, *, tiled: bool) -> spmd.Shards:
+    count = len(shards)
+    pieces = [np.split(s, count, split) for s in shards]
+    if tiled:
+        return [np.concatenate([p[i] for p in pieces], concat) for i in range(count)]
+    return [np.stack([p[i].squeeze(split) for p in pieces], concat) for i in range(count)]
+
+
+# dot → psum
+
+
+@VMA
+@WAYS
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_dot_psum_is_a_scatter_ring_and_a_gather(directions: int, check_vma: bool, devices: int) -> None:
+    x, w = stacked((12, 5), (5, 7), devices=devices)
+    with spmd.only_directions(directions):
+        outcome = spmd.run_both(lambda x, w: lax.psum(jnp.tanh(x @ w), "x") * 2, (x, w), check_vma=check_vma)
+    (site,) = outcome.report.sites
+    assert site.kind == "dot_psum" and site.rewritten
+    spmd.assert_as_good(outcome, [2 * s for s in spmd.psum(per_device(lambda x, w: np.tanh(x @ w), x, w))])
+
+
+@VMA
+@WAYS
+def test_the_gather_of_a_psum_is_a_ring_of_the_next_dot(directions: int, check_vma: bool) -> None:
+    """Megatron's row-parallel then column-parallel matmul, with a residual and a scale between them."""
+    x, w, v = stacked((8, 5), (5, 6), (6, 3))
+    scale = RNG.normal(size=(6,)).astype(np.float32)
+
+    def body(x: Any, w: Any, v: Any) -> Any:
+        return (lax.psum(x @ w, "x") * scale) @ v
+
+    with spmd.only_directions(directions):
+        outcome = spmd.run_both(body, (x, w, v), check_vma=check_vma)
+    summed = spmd.psum(per_device(lambda x, w: x @ w, x, w))
+    spmd.assert_as_good(outcome, [(s * scale) @ b.astype(np.float64) for s, b in zip(summed, v, strict=True)])
+    (site,) = outcome.report.sites
+    assert site.kind == "dot_psum" and len(site.dots) == 2
+    text = outcome.overlapped.lower(x, w, v).as_text()
+    assert "all_gather" not in text and "all_reduce" not in text
+
+
+@VMA
+def test_a_psum_whose_sum_does_not_divide_is_kept(check_vma: bool) -> None:
+    x, w = stacked((3, 5), (5, 7))
+    outcome = spmd.run_both(lambda x, w: lax.psum(x @ w, "x") * 1, (x, w), check_vma=check_vma)
+    (site,) = outcome.report.sites
+    assert (site.kind, site.rewritten, site.reason) == ("psum", False, "indivisible")
+    spmd.assert_as_good(outcome, spmd.psum(per_device(lambda x, w: x @ w, x, w)))
+
+
+def test_a_psum_without_a_dot_is_kept() -> None:
+    (x,) = stacked((4, 5))
+    (site,) = spmd.run_both(lambda x: lax.psum(jnp.sin(x), "x") * 1, (x,)).report.sites
+    assert (site.kind, site.rewritten, site.reason) == ("psum", False, "no_dot")
+
+
+# all_to_all
+
+
+@VMA
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize(("split", "concat"), [(0, 0), (0, 1), (1, 0), (1, 2), (2, 1), (2, 2)])
+def test_all_to_all_before_a_dot_is_an_exchange(split: int, concat: int, tiled: bool, check_vma: bool) -> None:
+    shape = [3, 2, 5]
+    shape[split] = 4 * (shape[split] if tiled else 1)
+    (x,) = stacked(tuple(shape))
+    moved = all_to_all(list(x), split, concat, tiled=tiled)[0]
+    (w,) = stacked((moved.shape[-1], 3))
+
+    def body(x: Any, w: Any) -> Any:
+        y = lax.all_to_all(x, "x", split, concat, tiled=tiled)
+        return jnp.sin(y) @ w
+
+    outcome = spmd.run_both(body, (x, w), check_vma=check_vma)
+    (site,) = outcome.report.sites
+    assert (site.kind, site.rewritten, site.schedule) == ("all_to_all_dot", True, "exchange")
+    exact = all_to_all(list(x.astype(np.float64)), split, concat, tiled=tiled)
+    spmd.assert_as_good(outcome, [np.sin(y) @ b for y, b in zip(exact, w.astype(np.float64), strict=True)])
+
+
+@VMA
+@pytest.mark.parametrize("tiled", [True, False])
+@pytest.mark.parametrize(("split", "concat"), [(0, 0), (0, 1), (1, 0), (1, 2), (2, 1), (2, 2)])
+def test_all_to_all_after_a_dot_is_an_exchange(split: int, concat: int, tiled: bool, check_vma: bool) -> None:
+    shape = [3, 2, 5]
+    shape[split] = 4 * (shape[split] if tiled else 1)
+    x, w = stacked((shape[0], shape[1], 6), (6, shape[2]))
+
+    def body(x: Any, w: Any) -> Any:
+        return lax.all_to_all(jnp.sin(x @ w), "x", split, concat, tiled=tiled)
+
+    outcome = spmd.run_both(body, (x, w), check_vma=check_vma)
+    (site,) = outcome.report.sites
+    assert (site.kind, site.rewritten, site.schedule) == ("dot_all_to_all", True, "exchange")
+    made = per_device(lambda x, w: np.sin(x @ w), x, w)
+    spmd.assert_as_good(outcome, all_to_all(made, split, concat, tiled=tiled))
+
+
+# axes
+
+
+@VMA
+@pytest.mark.parametrize("axes", [("a", "b"), ("b", "a"), ("a", "c"), ("c", "b", "a")])
+def test_several_axes_at_once_major_to_minor(axes: tuple[str, ...], check_vma: bool) -> None:
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(AxisType.Auto,) * 3)
+    size = 2 ** len(axes)
+    rest = tuple(n for n in ("a", "b", "c") if n not in axes)
+    x = RNG.normal(size=(size * 3, 5)).astype(np.float32)
+    w = RNG.normal(size=(5, size * 2)).astype(np.float32)
+    v = RNG.normal(size=(size * 2, 5)).astype(np.float32)
+
+    def body(x: Any, w: Any, v: Any) -> Any:
+        h = lax.all_gather(x, axes, axis=0, tiled=True) @ w
+        return lax.psum_scatter(h @ v, axes, scatter_dimension=0, tiled=True)
+
+    jitted = jax.jit(
+        jax.shard_map(
+            body,
+            mesh=mesh,
+            in_specs=(P(axes), P(None, axes), P(axes)),
+            out_specs=P(axes),
+            check_vma=check_vma,
+        )
+    )
+    overlapped = overlap.overlap_collectives(jitted, policy="always", strict=True)
+    sites = overlapped.explain(x, w, v).sites
+    assert [(s.axis, s.axis_size, s.rewritten) for s in sites] == [(",".join(axes), size, True)] * 2
+    exact = x.astype(np.float64) @ w @ v
+    np.testing.assert_allclose(overlapped(x, w, v), exact, atol=2e-5 * np.abs(exact).max())
+    assert rest or size == 8
+
+
+@VMA
+@pytest.mark.parametrize(
+    "groups", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 0], [1, 2]], [[2, 0, 1, 3]]], ids=str
+)
+def test_groups_of_equal_size(groups: list[list[int]], check_vma: bool) -> None:
+    x, w, v = stacked((3, 5), (5, 8), (8, 5))
+
+    def body(x: Any, w: Any, v: Any) -> Any:
+        h = lax.all_gather(x, "x", axis=0, tiled=True, axis_index_groups=groups) @ w
+        return lax.psum_scatter(h @ v, "x", scatter_dimension=0, tiled=True, axis_index_groups=groups)
+
+    outcome = spmd.run_both(body, (x, w, v), check_vma=check_vma)
+    assert [s.rewritten for s in outcome.report.sites] == [True, True]
+    exact: spmd.Shards = [None] * 4
+    for group in groups:
+        x64, w64, v64 = (a[group].astype(np.float64) for a in (x, w, v))
+        gathered = spmd.all_gather(list(x64), 0)
+        out = spmd.psum_scatter([g @ a @ b for g, a, b in zip(gathered, w64, v64, strict=True)], 0)
+        for device, shard in zip(group, out, strict=True):
+            exact[device] = shard
+    spmd.assert_as_good(outcome, exact)
+
+
+@VMA
+def test_an_axis_of_one_device_is_looked_through(check_vma: bool) -> None:
+    mesh = jax.make_mesh((1, 4), ("one", "x"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    x = RNG.normal(size=(12, 5)).astype(np.float32)
+    w = RNG.normal(size=(5, 8)).astype(np.float32)
+
+    def body(x: Any, w: Any) -> Any:
+        x = lax.all_gather(x, "x", axis=0, tiled=True)
+        return lax.all_gather(x, "one", axis=0, tiled=True) @ w
+
+    jitted = jax.jit(
+        jax.shard_map(
+            body, mesh=mesh, in_specs=(P(("one", "x")), P()), out_specs=P("one"), check_vma=False
+        )
+    )
+    overlapped = overlap.overlap_collectives(jitted, policy="always", strict=True)
+    assert [(s.axis, s.reason) for s in overlapped.explain(x, w).sites] == [
+        ("x", "policy_always"),
+        ("one", "axis_size_one"),
+    ]
+    np.testing.assert_allclose(overlapped(x, w), x.astype(np.float64) @ w, atol=1e-4)
+    assert "all-gather" not in overlapped.lower(x, w).compile().as_text()
+
+
+# sums over the gathered dim
+
+
+def rms_norm(x: Any, scale: Any, numpy: Any) -> Any:
+    return x / numpy.sqrt((x * x).mean(-1, keepdims=True) + 1e-6) * scale
+
+
+def layer_norm(x: Any, scale: Any, numpy: Any) -> Any:
+    mean = x.mean(-1, keepdims=True)
+    variance = ((x - mean) ** 2).mean(-1, keepdims=True)
+    return (x - mean) / numpy.sqrt(variance + 1e-6) * scale
+
+
+@VMA
+@WAYS
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+@pytest.mark.parametrize("cast", [False, True], ids=["float32", "bfloat16-wire"])
+def test_a_norm_over_the_gathered_dim_is_one_chain_with_its_dot(
+    norm: Callable[..., Any], cast: bool, directions: int, check_vma: bool
+) -> None:
+    x, w = stacked((3, 4), (16, 5))
+    scale = RNG.normal(size=(16,)).astype(np.float32)
+
+    def body(x: Any, w: Any) -> Any:
+        x = lax.all_gather(x.astype(jnp.bfloat16) if cast else x, "x", axis=1, tiled=True)
+        return norm(x.astype(jnp.float32), jnp.asarray(scale), jnp) @ w
+
+    with spmd.only_directions(directions):
+        outcome = spmd.run_both(body, (x, w), check_vma=check_vma)
+    (site,) = outcome.report.sites
+    assert site.kind == "all_gather_dot" and site.rewritten
+    rounded = np.asarray(jnp.asarray(x, jnp.bfloat16 if cast else jnp.float32), np.float64)
+    gathered = spmd.all_gather(list(rounded), 1)
+    spmd.assert_as_good(outcome, [norm(g, scale, np) @ b for g, b in zip(gathered, w.astype(np.float64), strict=True)])
+    text = outcome.overlapped.lower(x, w).as_text()
+    assert "all_gather" not in text and "all_reduce" in text
+
+
+@VMA
+def test_gradients_of_every_pattern(check_vma: bool) -> None:
+    x, w, v = stacked((8, 4), (16, 5), (5, 12))
+
+    def body(x: Any, w: Any, v: Any) -> Any:
+        h = rms_norm(lax.all_gather(x, "x", axis=1, tiled=True), 1.0, jnp) @ w
+        y = lax.psum(jnp.tanh(h) @ v, "x") @ v.T
+        z = lax.all_to_all(y, "x", 0, 1, tiled=True)
+        return lax.all_to_all(z.reshape(8, 5) @ v, "x", 1, 0, tiled=True)
+
+    outcome = spmd.run_both(body, (x, w, v), check_vma=check_vma)
+    np.testing.assert_allclose(outcome.rewritten, outcome.original, atol=1e-4)
+
+    def gradient(f: Any) -> Any:
+        return jax.grad(lambda *a: (f(*a) ** 2).sum(), argnums=(0, 1, 2))
+
+    wanted = gradient(outcome.jitted)(x, w, v)
+    inside = overlap.overlap_collectives(jax.jit(gradient(outcome.jitted)), policy="always", strict=True)
+    for got in (gradient(outcome.overlapped)(x, w, v), inside(x, w, v)):
+        for g, e in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-4 * np.abs(e).max())
