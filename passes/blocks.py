@@ -164,6 +164,17 @@ def _aside_of(dim_name: str) -> Dims:
     return rule
 
 
+def _stack(call: Call, side: int, dim: int, blocks: int) -> Blockwise | None:
+    axis = call.params["axis"] % len(call.results[0])
+    if side == RESULT:
+        return None if dim == axis else Blockwise((dim - (dim > axis),) * len(call.operands), dim)
+    return Blockwise((dim,) * len(call.operands), dim + (dim >= axis))
+
+
+def _tile(call: Call, side: int, dim: int, blocks: int) -> Blockwise | None:
+    return Blockwise((dim,), dim) if call.params["reps"][dim] == 1 else None
+
+
 def _slice(call: Call, side: int, dim: int, blocks: int) -> Blockwise | None:
     strides = call.params["strides"]
     whole = call.operands[0][dim] == call.results[0][dim] and (strides is None or strides[dim] == 1)
@@ -227,6 +238,8 @@ _RULES.update(
         "broadcast_in_dim": _Rule(_broadcast_in_dim, _result_size("shape")),
         "squeeze": _Rule(_removed("dimensions")),
         "concatenate": _Rule(_aside_of("dimension")),
+        "stack": _Rule(_stack),
+        "tile": _Rule(_tile),
         "rev": _Rule(_aside_of("dimensions")),
         "sort": _Rule(_aside_of("dimension")),
         "slice": _Rule(_slice, _result_size("limit_indices")),

@@ -25,11 +25,11 @@ class BlockOp:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ShardReduction:
-    """A sum over the gathered dim, done before the ring: every device sums its own shard, then a psum.
+    """A reduction over the gathered dim, done before the ring: each device's own shard, then across devices.
 
     Attributes:
       op: the reduction.
-      collective: the all_gather whose result is summed.
+      collective: the all_gather whose result is reduced.
       path: operations from the gathered value to the reduction's operand, in program order.
       absorbed: operations that nothing but reductions needs any more.
     """
@@ -59,7 +59,7 @@ class AllGatherDot:
       wire: the value whose shards travel: the narrowest between the gather and its dots.
       after: operations that are applied to each shard on arrival, in program order.
       dots: the dots, in program order.
-      reductions: sums over the gathered dim between the gather and its dots.
+      reductions: reductions over the gathered dim between the gather and its dots.
       handed_out: values of the chain that are also needed whole; the ring assembles them.
     """
 
@@ -159,5 +159,5 @@ Chain = AllGatherDot | DotReduceScatter | DotPsum
 
 
 def reductions(chain: Chain) -> tuple[ShardReduction, ...]:
-    """The sums over the gathered dim that a chain takes over."""
+    """The reductions over the gathered dim that a chain takes over."""
     return chain.reductions if isinstance(chain, AllGatherDot) else ()

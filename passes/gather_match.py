@@ -25,7 +25,7 @@ class Sinking:
       blocked: value → the dim along which it is gathered, not yet materialised.
       ops: operations passed, in program order.
       dots: dots reached, in program order.
-      sums: sums over the gathered dim that every device can do for its own shard.
+      reductions: reductions over the gathered dim that every device can do for its own shard.
       uniform: those of the blocked values that owner and receiver of a shard would compute alike.
       stops: why it went no further, and where.
     """
@@ -34,7 +34,7 @@ class Sinking:
     blocked: dict[int, int]
     ops: list[BlockOp] = dataclasses.field(default_factory=list)
     dots: list[BlockOp] = dataclasses.field(default_factory=list)
-    sums: list[int] = dataclasses.field(default_factory=list)
+    reductions: list[int] = dataclasses.field(default_factory=list)
     uniform: set[int] = dataclasses.field(default_factory=set)
     stops: list[Reason] = dataclasses.field(default_factory=list)
 
@@ -101,8 +101,8 @@ def _sink(flow: Dataflow, sinking: Sinking, index: int, op: Op, invariance: Inva
     side = next(i for i, dim in enumerate(blocked) if dim is not None)
     dim = blocked[side]
     assert dim is not None
-    if _is_shard_sum(sinking, op, dim):
-        sinking.sums.append(index)
+    if _is_shard_reduction(flow, sinking, op, dim):
+        sinking.reductions.append(index)
         return False
     rule = blockwise(op.name, call_of(flow, op), side, dim, sinking.collective.axis_size)
     consistent = rule is not None and all(
@@ -119,10 +119,13 @@ def _sink(flow: Dataflow, sinking: Sinking, index: int, op: Op, invariance: Inva
     return True
 
 
-def _is_shard_sum(sinking: Sinking, op: Op, dim: int) -> bool:
-    """Whether an equation sums a gathered value over the gathered dim, and each owner could sum its own shard."""
+def _is_shard_reduction(flow: Dataflow, sinking: Sinking, op: Op, dim: int) -> bool:
+    """Whether an equation reduces a gathered value over the gathered dim, and each owner could reduce its own shard.
+
+    A maximum over devices has no derivative in jax.
+    """
     return (
-        op.name == "reduce_sum"
+        (op.name == "reduce_sum" or (op.name in ("reduce_max", "reduce_min") and not flow.differentiable))
         and dim in op.params["axes"]
         and op.params.get("out_sharding") is None
         and op.inputs[0] in sinking.uniform
@@ -153,8 +156,8 @@ def gather_chain(flow: Dataflow, sinking: Sinking, invariance: Invariance) -> Al
         return None
     kept = _leading_to(flow, ops, [o for dot in dots for o in _blocked_operands(flow, dot)])
     members = {block.op for block in (*kept, *dots)}
-    sums = _shard_reductions(flow, sinking, members)
-    gone = members.union(*(reduction.members for reduction in sums))
+    reduced = _shard_reductions(flow, sinking, members)
+    gone = members.union(*(reduction.members for reduction in reduced))
     made = [source, *(value for block in kept for value in flow.ops[block.op].outputs)]
     before, wire, after = _cut(flow, collective, kept, source, invariance)
     return AllGatherDot(
@@ -164,7 +167,7 @@ def gather_chain(flow: Dataflow, sinking: Sinking, invariance: Invariance) -> Al
         wire=wire,
         after=after,
         dots=tuple(dots),
-        reductions=sums,
+        reductions=reduced,
         handed_out=tuple(v for v in made if any(user not in gone for user in flow.users[v])),
     )
 
@@ -181,8 +184,8 @@ def without_dots(
     for block in ops:
         assert block.dims.result_dim is not None
         blocked.update(dict.fromkeys(flow.ops[block.op].outputs, block.dims.result_dim))
-    sums = [reduction.op for reduction in chain.reductions]
-    return gather_chain(flow, Sinking(chain.collective, blocked, ops, dots, sums), invariance)
+    reduced = [reduction.op for reduction in chain.reductions]
+    return gather_chain(flow, Sinking(chain.collective, blocked, ops, dots, reduced), invariance)
 
 
 def _number(block: BlockOp) -> int:
@@ -214,7 +217,7 @@ def _without_self_dependence(
     """
     members = {block.op: block for block in (*sinking.ops, *sinking.dots)}
     dot_ops = {dot.op for dot in sinking.dots}
-    sums = set(sinking.sums)
+    reduced = set(sinking.reductions)
     last = max(dot_ops)
     results: set[int] = set()
     blocks: set[int] = set()
@@ -238,7 +241,7 @@ def _without_self_dependence(
         done = index
         op = flow.ops[index]
         block = members.get(index)
-        if index in sums and op.inputs[0] in blocks:
+        if index in reduced and op.inputs[0] in blocks:
             continue
         if block is not None:
             pairs = zip(op.inputs, block.dims.operand_dims, strict=True)
@@ -259,8 +262,8 @@ def _without_self_dependence(
 def _shard_reductions(
     flow: Dataflow, sinking: Sinking, members: set[int]
 ) -> tuple[ShardReduction, ...]:
-    """The sums over the gathered dim, each with its way from the gather; shared ways belong to the first."""
-    replaced = members | set(sinking.sums)
+    """The reductions over the gathered dim, each with its way from the gather; shared ways belong to the first."""
+    replaced = members | set(sinking.reductions)
     absorbed: list[int] = []
     for block in reversed(sinking.ops):
         users = [user for value in flow.ops[block.op].outputs for user in flow.users[value]]
@@ -268,7 +271,7 @@ def _shard_reductions(
             absorbed.append(block.op)
             replaced.add(block.op)
     found = []
-    for index in sinking.sums:
+    for index in sinking.reductions:
         path = _leading_to(flow, sinking.ops, [o for o in flow.ops[index].inputs if isinstance(o, int)])
         own = tuple(block.op for block in path if block.op in absorbed)
         absorbed = [op for op in absorbed if op not in own]

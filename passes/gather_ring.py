@@ -69,7 +69,10 @@ def emit_gather_ring(
 
 
 def emit_shard_reduction(flow: Dataflow, reduction: ShardReduction, read: Read) -> dict[int, Any]:
-    """Sums a gathered value over the gathered dim: each device its own shard (in float32 at least), then a psum."""
+    """Reduces a gathered value over the gathered dim: each device its own shard, then across devices.
+
+    Sums are in float32 at least.
+    """
     collective, op = reduction.collective, flow.ops[reduction.op]
     gather = flow.ops[collective.op]
     pieces = {gather.outputs[0]: own_block(collective, read(gather.inputs[0]))}
@@ -80,8 +83,9 @@ def emit_shard_reduction(flow: Dataflow, reduction: ShardReduction, read: Read) 
     aval = flow.avals[value]
     with shims.equation_scope(op.eqn, op.scope):
         shard = lax.convert_element_type(pieces[operand], accumulator_dtype(aval.dtype))
-        total = lax.psum(lax.reduce_sum_p.bind(shard, **op.params), collective.axes)
-        total = lax.convert_element_type(total, aval.dtype)
+        partial = op.eqn.primitive.bind(shard, **op.params)
+        across = {"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin}[op.name]
+        total = lax.convert_element_type(across(partial, collective.axes), aval.dtype)
         return {value: as_varying(total, shims.varying_axes(aval))}
 
 

@@ -7,7 +7,7 @@ here, so that the finders see one flat program. The others stay calls.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,8 @@ _SPREADING = GATHERS | REDUCTIONS | EXCHANGES
 """Collectives whose result dots may be fed from."""
 _COLLECTING = SCATTERS | REDUCTIONS | EXCHANGES
 """Collectives that dots may feed."""
+_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
+"""Calls of functions with a derivative of their own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -81,6 +83,9 @@ class Dataflow:
       inputs: value numbers of the jaxpr's arguments.
       outputs: the jaxpr's results.
       constants: values known when the jaxpr was made.
+      differentiable: whether only what jax may differentiate is to be made of the graph.
+      custom: whether derivatives of its own were given to some equation that is inlined here: run as it is read,
+        the program has the right values, but may be differentiated only by way of the original.
     """
 
     ops: tuple[Op, ...]
@@ -88,6 +93,8 @@ class Dataflow:
     inputs: tuple[int, ...]
     outputs: tuple[Operand, ...]
     constants: Mapping[int, Any]
+    differentiable: bool = False
+    custom: bool = False
 
     @cached_property
     def producer(self) -> Mapping[int, int]:
@@ -131,9 +138,15 @@ class Dataflow:
         return self.avals[operand] if isinstance(operand, int) else operand.aval
 
 
-def dataflow(jaxpr: Any) -> Dataflow:
-    """Reads an open or closed jaxpr; calls that a chain may cross are inlined."""
-    return _Reader().read(jaxpr)
+def dataflow(jaxpr: Any, *, differentiable: bool = False) -> Dataflow:
+    """Reads an open or closed jaxpr; calls that a chain may cross are inlined.
+
+    Args:
+      jaxpr: the jaxpr.
+      differentiable: leave calls of functions with a custom derivative as they are, so that what is made of the
+        graph may be differentiated.
+    """
+    return _Reader(differentiable).read(jaxpr)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -152,7 +165,9 @@ class _Crossing:
 class _Reader:
     """Numbers values and inlines calls; one per jaxpr that is read."""
 
-    def __init__(self) -> None:
+    def __init__(self, differentiable: bool) -> None:
+        self.differentiable = differentiable
+        self.custom = False
         self.ops: list[Op] = []
         self.avals: list[Any] = []
         self.constants: dict[int, Any] = {}
@@ -163,7 +178,15 @@ class _Reader:
         body, consts = shims.open_jaxpr(jaxpr)
         inputs = tuple(self._value(var.aval) for var in body.invars)
         outputs = self._inline(body, consts, inputs, None, frozenset())
-        return Dataflow(tuple(self.ops), tuple(self.avals), inputs, outputs, self.constants)
+        return Dataflow(
+            tuple(self.ops),
+            tuple(self.avals),
+            inputs,
+            outputs,
+            self.constants,
+            differentiable=self.differentiable,
+            custom=self.custom,
+        )
 
     def _value(self, aval: Any) -> int:
         self.avals.append(aval)
@@ -186,19 +209,20 @@ class _Reader:
         def operand(atom: Any) -> Operand:
             return Literal(atom.val, atom.aval) if shims.is_literal(atom) else env[atom]
 
-        wanted = _scattered_variables(body, self._crossing, scattered)
+        wanted = self._scattered(body, scattered)
         for eqn in body.eqns:
             operands = tuple(map(operand, eqn.invars))
             tainted = any(o in self.gathered for o in operands if isinstance(o, int))
-            if _is_plain_call(eqn):
-                crossing = self._crossing(eqn.params["jaxpr"])
+            called = self._called(eqn)
+            if called is not None:
+                crossing = self._crossing(called)
                 if (
                     tainted
                     or crossing.gathered_outputs
                     or crossing.scattered_inputs
                     or any(var in wanted for var in eqn.outvars)
                 ):
-                    inner, inner_consts = shims.open_jaxpr(eqn.params["jaxpr"])
+                    inner, inner_consts = shims.open_jaxpr(called)
                     leading = frozenset(
                         result
                         for result, var in zip(inner.outvars, eqn.outvars, strict=True)
@@ -207,6 +231,7 @@ class _Reader:
                     inner_scope = shims.call_scope(eqn, scope)
                     results = self._inline(inner, inner_consts, operands, inner_scope, leading)
                     env.update(zip(eqn.outvars, results, strict=True))
+                    self.custom |= eqn.primitive.name in _CUSTOM
                     continue
             outputs = tuple(self._value(var.aval) for var in eqn.outvars)
             if eqn.primitive.name in _SPREADING or (tainted and is_blockwise(eqn.primitive.name)):
@@ -220,42 +245,40 @@ class _Reader:
             body, _ = shims.open_jaxpr(jaxpr)
             gathered: set[Any] = set()
             for eqn in body.eqns:
-                name = eqn.primitive.name
+                name, called = eqn.primitive.name, self._called(eqn)
                 follows = any(not shims.is_literal(v) and v in gathered for v in eqn.invars)
-                inner = _is_plain_call(eqn) and self._crossing(eqn.params["jaxpr"]).gathered_outputs
-                if name in _SPREADING or inner or (follows and (is_blockwise(name) or name == "jit")):
+                inside = called is not None and self._crossing(called).gathered_outputs
+                if name in _SPREADING or inside or (follows and (called is not None or is_blockwise(name))):
                     gathered.update(eqn.outvars)
-            scattered = _scattered_variables(body, self._crossing)
+            scattered = self._scattered(body, frozenset())
             self.crossings[id(jaxpr)] = _Crossing(
                 any(not shims.is_literal(v) and v in gathered for v in body.outvars),
                 any(v in scattered for v in body.invars),
             )
         return self.crossings[id(jaxpr)]
 
+    def _scattered(self, body: Any, scattered: frozenset[Any]) -> set[Any]:
+        """The variables from which blockwise equations lead to a collective, here or through ``scattered``."""
+        wanted = set(scattered)
+        for eqn in reversed(body.eqns):
+            name, called = eqn.primitive.name, self._called(eqn)
+            starts = name in _COLLECTING or (called is not None and self._crossing(called).scattered_inputs)
+            passes_on = any(v in wanted for v in eqn.outvars) and (called is not None or is_blockwise(name))
+            if starts or passes_on:
+                wanted.update(v for v in eqn.invars if not shims.is_literal(v))
+        return wanted
 
-def _scattered_variables(
-    body: Any, crossing: Callable[[Any], _Crossing], scattered: frozenset[Any] = frozenset()
-) -> set[Any]:
-    """The variables from which blockwise equations lead to a collective, here or through ``scattered``."""
-    wanted = set(scattered)
-    for eqn in reversed(body.eqns):
-        name = eqn.primitive.name
-        starts = name in _COLLECTING or (_is_plain_call(eqn) and crossing(eqn.params["jaxpr"]).scattered_inputs)
-        passes_on = any(v in wanted for v in eqn.outvars) and (is_blockwise(name) or name == "jit")
-        if starts or passes_on:
-            wanted.update(v for v in eqn.invars if not shims.is_literal(v))
-    return wanted
-
-
-def _is_plain_call(eqn: Any) -> bool:
-    """Whether an equation is a ``jit`` call that asks for nothing beyond running its body."""
-    if eqn.primitive.name not in ("jit", "pjit") or shims.has_effects(eqn):
-        return False
-    params = eqn.params
-    unspecified = all(
-        type(sharding).__name__ == "UnspecifiedValue"
-        for side in ("in_shardings", "out_shardings")
-        for sharding in params.get(side, ())
-    )
-    layouts = all(layout is None for side in ("in_layouts", "out_layouts") for layout in params.get(side, ()))
-    return unspecified and layouts and not params.get("compiler_options_kvs", ())
+    def _called(self, eqn: Any) -> Any:
+        """The jaxpr that may stand in place of an equation, if that asks for nothing beyond running it; or None."""
+        if shims.has_effects(eqn):
+            return None
+        name, params = eqn.primitive.name, eqn.params
+        if name in _CUSTOM:
+            return None if self.differentiable else params["call_jaxpr"]
+        if name not in ("jit", "pjit") or params.get("compiler_options_kvs"):
+            return None
+        asked = (a for side in ("in", "out") for a in params.get(f"{side}_shardings", ()))
+        if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in asked):
+            return None
+        layouts = (a for side in ("in", "out") for a in params.get(f"{side}_layouts", ()))
+        return None if any(layout is not None for layout in layouts) else params["jaxpr"]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from jax.extend import core as jex_core
 
 from cost_model import Hardware
 from passes import shims
+from passes.chains import reductions
 from passes.decide import Decision, Policy, Unit, decide, program_order
 from passes.graph import Dataflow, Op, dataflow
 from passes.match import match_dataflow
@@ -56,28 +58,39 @@ class Plan:
     bodies: Mapping[int, Mapping[str, tuple[Plan, ...]]]
     opaque: Mapping[int, tuple[Plan, ...]]
 
-    @property
+    @cached_property
     def changes(self) -> bool:
         """Whether anything is rewritten, here or in a body."""
-        return self._changes
-
-    def __post_init__(self) -> None:
         here = any(decision.rewritten for decision in self.decisions)
-        inside = any(p.changes for params in self.bodies.values() for plans in params.values() for p in plans)
-        object.__setattr__(self, "_changes", here or inside)
+        return here or any(body.changes for body in self._bodies())
 
-    _changes: bool = dataclasses.field(init=False, default=False)
+    @cached_property
+    def custom(self) -> bool:
+        """Whether what is made of it must be differentiated by way of the original; see ``Dataflow.custom``."""
+        rings = [d.ring for d in self.decisions if d.rewritten and d.ring is not None]
+        maxima = any(
+            self.flow.ops[reduction.op].name != "reduce_sum"
+            for ring in rings
+            for reduction in reductions(ring.chain)
+        )
+        return maxima or (self.flow.custom and bool(rings)) or any(body.custom for body in self._bodies())
+
+    def _bodies(self) -> list[Plan]:
+        return [body for params in self.bodies.values() for plans in params.values() for body in plans]
 
 
-def make_plan(jaxpr: Any, policy: Policy, hardware_of: HardwareOf) -> Plan:
+def make_plan(
+    jaxpr: Any, policy: Policy, hardware_of: HardwareOf, *, differentiable: bool = False
+) -> Plan:
     """Plans the rewrite of a jaxpr and of all jaxprs inside it.
 
     Args:
       jaxpr: an open or closed jaxpr.
       policy: see ``overlap_collectives``.
       hardware_of: from the ``device_kind`` of the mesh that a collective runs on (None if not known) to hardware.
+      differentiable: plan only what jax may differentiate: custom derivatives are kept.
     """
-    return _Planner(policy, hardware_of).plan(jaxpr, "", replaceable=True)
+    return _Planner(policy, hardware_of, differentiable).plan(jaxpr, "", replaceable=True)
 
 
 def sites(plan: Plan) -> tuple[Site, ...]:
@@ -134,7 +147,8 @@ def _dot(flow: Dataflow, op: Op) -> str:
 class _Planner:
     """Plans each jaxpr once, however often it is called."""
 
-    def __init__(self, policy: Policy, hardware_of: HardwareOf) -> None:
+    def __init__(self, policy: Policy, hardware_of: HardwareOf, differentiable: bool) -> None:
+        self.differentiable = differentiable
         self.policy = policy
         self.hardware_of = hardware_of
         self.plans: dict[tuple[int, bool], Plan] = {}
@@ -146,7 +160,7 @@ class _Planner:
         return self.plans[key]
 
     def _plan(self, jaxpr: Any, path: str, replaceable: bool) -> Plan:
-        flow = dataflow(jaxpr)
+        flow = dataflow(jaxpr, differentiable=self.differentiable)
         bodies: dict[int, dict[str, tuple[Plan, ...]]] = {}
         opaque: dict[int, tuple[Plan, ...]] = {}
         for index, op in enumerate(flow.ops):

@@ -45,7 +45,9 @@ def equation_scope(eqn: JaxprEqn, prefix: NameStack | None = None) -> Iterator[N
 
 def call_scope(eqn: JaxprEqn, prefix: NameStack | None) -> NameStack:
     """The name scopes that the body of an inlined ``jit`` equation runs under."""
-    own = eqn.source_info.name_stack.extend(f"jit({eqn.params['name']})")
+    name = eqn.params.get("name")
+    own = eqn.source_info.name_stack
+    own = own if name is None else own.extend(f"jit({name})")
     return own if prefix is None else prefix + own
 
 

@@ -249,6 +249,60 @@ def test_a_norm_over_the_gathered_dim_is_one_chain_with_its_dot(
 
 
 @VMA
+def test_a_softmax_over_the_gathered_dim_is_one_chain_with_its_dot(check_vma: bool) -> None:
+    x, w = stacked((3, 4), (16, 5))
+
+    def softmax(x: Any, numpy: Any) -> Any:
+        e = numpy.exp(x - x.max(-1, keepdims=True))
+        return e / e.sum(-1, keepdims=True)
+
+    def body(x: Any, w: Any) -> Any:
+        return softmax(lax.all_gather(x, "x", axis=1, tiled=True), jnp) @ w
+
+    outcome = spmd.run_both(body, (x, w), check_vma=check_vma)
+    assert outcome.report.sites[0].rewritten
+    gathered = spmd.all_gather(list(x.astype(np.float64)), 1)
+    spmd.assert_as_good(outcome, [softmax(g, np) @ b for g, b in zip(gathered, w.astype(np.float64), strict=True)])
+
+    def gradient(f: Any) -> Any:
+        return jax.grad(lambda *a: (f(*a) ** 2).sum(), argnums=(0, 1))(x, w)
+
+    for got, wanted in zip(gradient(outcome.overlapped), gradient(outcome.jitted), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@VMA
+def test_custom_derivatives_between_gather_and_scatter_are_kept_under_differentiation(check_vma: bool) -> None:
+    x, w, v = stacked((2, 5), (5, 6), (6, 5))
+
+    @jax.custom_jvp
+    def doubled(x: Any) -> Any:
+        return jnp.tanh(x)
+
+    doubled.defjvp(lambda p, t: (doubled(*p), 2 * t[0]))  # not the true derivative
+
+    @jax.custom_vjp
+    def tripled(x: Any) -> Any:
+        return jnp.sin(x)
+
+    tripled.defvjp(lambda x: (tripled(x), None), lambda _, g: (3 * g,))
+
+    def body(x: Any, w: Any, v: Any) -> Any:
+        h = doubled(lax.all_gather(x, "x", axis=0, tiled=True)) @ w
+        return lax.psum_scatter(tripled(h @ v), "x", tiled=True)
+
+    outcome = spmd.run_both(body, (x, w, v), check_vma=check_vma)
+    assert [s.kind for s in outcome.report.sites] == ["all_gather_dot", "dot_reduce_scatter"]
+    np.testing.assert_allclose(outcome.rewritten, outcome.original, atol=1e-5)
+
+    def gradient(f: Any) -> Any:
+        return jax.grad(lambda *a: (f(*a) ** 2).sum(), argnums=(0, 1, 2))(x, w, v)
+
+    for got, wanted in zip(gradient(outcome.overlapped), gradient(outcome.jitted), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@VMA
 def test_gradients_of_every_pattern(check_vma: bool) -> None:
     x, w, v = stacked((8, 4), (16, 5), (5, 12))
 
