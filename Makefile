@@ -16,7 +16,7 @@ FINDER := $(shell for p in "$(PYTHON)" python3 python python3.12 python3.11 /usr
 PAIRS := $(if $(FINDER),"$(FINDER)",echo "no Python found; name one with PYTHON=..." >&2; exit 1;) .ci/pairs.py
 
 PAIR ?= $(eval PAIR := $(shell $(PAIRS) first))$(PAIR)
-PYTEST_ARGS ?= -n auto --maxprocesses=8
+PYTEST_ARGS ?= -n auto --maxprocesses=8 --dist worksteal
 
 # Shell: $$python is the interpreter of PAIR's environment, ready to use.
 define ready

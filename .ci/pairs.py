@@ -31,6 +31,8 @@ SUPPORTED: dict[Version, str] = {(3, 11): "jax==0.10.2", (3, 12): "jax"}
 NEWEST = "jax"
 """For a Python newer than those under test, where it is the only one or was asked for."""
 
+_NEWER = ("python3.13", "python3.14")
+
 _PROBE = """
 import ensurepip, sys, venv
 assert sys.implementation.name == "cpython" and sys.version_info.releaselevel == "final"
@@ -133,7 +135,7 @@ def install(python: Path, jax: str, log: Path) -> None:
     if done.returncode != 0:
         fail("".join(log.open().readlines()[-30:]) + f"pip failed; all it said is in {log}")
     if subprocess.run([str(python), "-c", "import libtpu"], capture_output=True).returncode != 0:
-        say("libtpu is not available on this machine: what needs the TPU compiler will be skipped, and say so")
+        say("libtpu is not available on this machine: what needs the TPU compiler is skipped, and says so")
 
 
 def interpreters() -> Iterator[tuple[Version, str]]:
@@ -153,7 +155,7 @@ def candidates() -> Iterator[str]:
     """Commands that may be a Python; shims that lead nowhere and broken installs among them."""
     if os.environ.get("PYTHON"):
         yield os.environ["PYTHON"]
-    names = ["python3", "python", *(f"python{dotted(v)}" for v in SUPPORTED), *glob_names(14, 13)]
+    names = ["python3", "python", *(f"python{dotted(v)}" for v in SUPPORTED), *_NEWER]
     folders = [*os.get_exec_path(), "/usr/local/bin", "/usr/bin", "/opt/homebrew/bin"]
     for name in names:
         for folder in dict.fromkeys(folders):
@@ -164,11 +166,6 @@ def candidates() -> Iterator[str]:
     uv = os.path.expanduser("~/.local/share/uv/python")
     yield from sorted(glob.glob(f"{pyenv}/versions/*/bin/python3"))
     yield from sorted(glob.glob(f"{uv}/*/bin/python3"))
-
-
-def glob_names(*minors: int) -> list[str]:
-    """`python3.X` for Pythons that are not under test but may do."""
-    return [f"python3.{minor}" for minor in minors if (3, minor) not in SUPPORTED]
 
 
 def probe(command: str) -> tuple[Version, str] | None:

@@ -93,9 +93,9 @@ def overlap_collectives(
 class Overlapped:
     """A jitted function with its collectives overlapped; made by ``overlap_collectives``.
 
-    Called like the original, and like any jitted function under ``jax.grad``, ``jax.vmap``, ``jax.jit`` and the
-    other transformations. As a method it is bound like any function. Attributes of jitted functions that are
-    not listed here (``eval_shape``, …) are those of the rewritten function.
+    Called like the original, and like any jitted function under ``jax.grad``, ``jax.vmap``, ``jax.jit`` and
+    the other transformations. As a method it is bound like any function. Attributes of jitted functions that
+    are not listed here (``eval_shape``, …) are those of the rewritten function.
 
     Attributes:
       original: the user's jitted function, unchanged.
@@ -108,13 +108,13 @@ class Overlapped:
     ) -> None:
         if isinstance(fun, Overlapped):
             fun = fun.original
+        functools.update_wrapper(self, fun)
         self.original = fun if isinstance(fun, jax.stages.Wrapped) else jax.jit(fun)
         self._hardware = hardware
         self._policy = policy
         self._strict = strict
         self._warned = False
         self._options = _jit_options(self.original)
-        functools.update_wrapper(self, self.original)
         self._name = str(getattr(self.original, "__name__", type(self.original.__wrapped__).__name__))
 
         @functools.wraps(self.original)
@@ -203,7 +203,11 @@ class Overlapped:
         found = passes.sites(plan)
         if not plan.changes:
             return None, found
-        run = passes.rewritten(plan)
+
+        def differentiable_plan() -> passes.Plan:
+            return passes.make_plan(jaxpr, self._policy, self._hardware_of, differentiable=True)
+
+        run = passes.rewritten(plan, differentiable_plan)
         run.__name__ = self._name
         rewritten = jax.jit(run, inline=self._options.kwargs["inline"])
         results = rewritten.trace(*arguments).jaxpr.out_avals
@@ -239,13 +243,13 @@ class _Method:
     """An ``Overlapped`` bound to an instance: every way to use it takes the instance first."""
 
     def __init__(self, function: Overlapped, instance: Any) -> None:
+        functools.update_wrapper(self, function, updated=())
         self.__func__ = function
         self.__self__ = instance
         self.original = functools.partial(function.original, instance)
         self.trace = functools.partial(function.trace, instance)
         self.lower = functools.partial(function.lower, instance)
         self.explain = functools.partial(function.explain, instance)
-        functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)

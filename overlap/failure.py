@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
-from passes.chains import AllGatherDot, DotReduceScatter
 from passes.collective import Collective
-from passes.decide import Decision, Ring
 from passes.graph import COLLECTIVES, Dataflow, Op
-from passes.match import Match
 
 
 def report_request(name: str, error: Exception) -> str:
@@ -37,17 +35,17 @@ def failing_site(error: Exception) -> str | None:
         return None
 
 
-def _ops(held: list[Any]) -> list[Op]:
+def _ops(held: list[Any]) -> Iterator[Op]:
     """The operations among the values of a frame: themselves, or by number in the frame's dataflow graph."""
     flow = next((value for value in held if isinstance(value, Dataflow)), None)
-    found = []
     for value in held:
-        if isinstance(value, Ring | Decision | Match):
-            value = value.collective
         if isinstance(value, Op):
-            found.append(value)
-        elif flow is not None and isinstance(value, Collective):
-            found.append(flow.ops[value.op])
-        elif flow is not None and isinstance(value, AllGatherDot | DotReduceScatter):
-            found.append(flow.ops[value.collective])
-    return found
+            yield value
+        elif flow is not None:
+            # A ring, a decision and a match hold a collective, a chain the number of its operation.
+            collective = getattr(value, "collective", value)
+            number = collective if collective is not value else None
+            if isinstance(collective, Collective):
+                number = collective.op
+            if isinstance(number, int):
+                yield flow.ops[number]

@@ -113,7 +113,7 @@ class Report:
             yield Text()
             yield Text.assemble((code, "bold"), f" ({_numbered(numbers)}): {shorter(sentence)}")
             for detail, where in details:
-                yield Padding(Text(f"{_ranges(where)}: {shorter(detail)}"), (0, 0, 0, 4))
+                yield Padding(Text(f"{_ranges(where)}: {shorter(detail)}"), (0, 0, 0, 4), expand=False)
 
     @property
     def _title(self) -> str:
@@ -193,14 +193,14 @@ def _table(sites: tuple[Site, ...], shorter: _Shorter, width: int) -> Table:
     # The box puts one column between two cells; a narrow terminal has no room for more.
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, int(roomy), 0, 0))
     table.add_column("#", justify="right")
-    table.add_column("collective\naxis (size) × runs", overflow="fold")
+    table.add_column("collective\naxis (size) ×runs", overflow="fold")
     table.add_column("where", overflow="fold")
     if with_types:
         table.add_column("operand\n→ result", overflow="fold")
     table.add_column("decision\nreason", overflow="fold")
     table.add_column("modelled µs\nschedule", overflow="fold")
     for number, site in enumerate(sites, 1):
-        runs = f" × {site.count}" if site.count != 1 else ""
+        runs = f" ×{site.count}" if site.count != 1 else ""
         file, function = _place(shorter(site.source))
         decision = ("rewritten", "bold green") if site.rewritten else ("kept", "yellow")
         table.add_row(
@@ -234,7 +234,8 @@ def _duration(seconds: float) -> str:
 
 def _three_digits(value: float) -> str:
     """With three digits at least: 1.23, 12.3, 123, 1234."""
-    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
+    rounded = float(f"{value:.3g}")  # 99.99 is written as 100
+    return f"{value:.{0 if rounded >= 100 else 1 if rounded >= 10 else 2}f}"
 
 
 def _place(source: str) -> tuple[str, str]:
@@ -374,7 +375,7 @@ def _check(data: Any, types: Mapping[str, type | tuple[type, ...]], what: str) -
 _JSON_NAMES: Mapping[type, str] = {
     str: "a string",
     bool: "true or false",
-    int: "a number",
+    int: "an integer",
     float: "a number",
     list: "an array",
     dict: "an object",

@@ -21,6 +21,7 @@ class Collective:
       kind: ``all_gather``, ``reduce_scatter``, ``psum`` or ``all_to_all``.
       axes: mesh axes, major to minor.
       axis_size: devices that take part: all along the axes, or those of one group.
+      mesh_sizes: every axis of the collective with its size, in the mesh's order.
       groups: the groups of devices, by index along the axes, that communicate among themselves; None: all do.
       dim: the dim that is made of one block per device: the gathered dim of an all_gather's result, the
         scatter dim of a reduce_scatter's or psum's operand, the concat dim of an all_to_all's result.
@@ -31,6 +32,7 @@ class Collective:
     kind: str
     axes: tuple[str, ...]
     axis_size: int
+    mesh_sizes: tuple[tuple[str, int], ...] = ()
     groups: tuple[tuple[int, ...], ...] | None = None
     dim: int = -1
     tiled: bool = True
@@ -70,7 +72,8 @@ def read_collective(flow: Dataflow, index: int) -> Collective | None:
         kind, dim = "all_to_all", op.params["concat_axis"]
     # An all_to_all equation is always tiled: lax.all_to_all puts the reshapes of an untiled one around it.
     tiled = kind == "all_to_all" or op.params.get("tiled", True)
-    return Collective(index, kind, axes, size, groups, dim, tiled)
+    mesh_sizes = tuple((name, length) for name, length in mesh.items() if name in axes)
+    return Collective(index, kind, axes, size, mesh_sizes, groups, dim, tiled)
 
 
 def unsupported(flow: Dataflow, collective: Collective) -> Reason | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from passes.collective import Collective
@@ -15,7 +16,17 @@ def hop(value: Any, collective: Collective, distance: int) -> Any:
     size = collective.axis_size
     lines = collective.groups or (tuple(range(size)),)
     pairs = [(line[place], line[(place - distance) % size]) for line in lines for place in range(size)]
-    return lax.ppermute(value, collective.axes, pairs)
+    ordered = _mesh_indices(collective)
+    names = tuple(name for name, _ in collective.mesh_sizes)
+    return lax.ppermute(value, names, [(ordered[source], ordered[target]) for source, target in pairs])
+
+
+def _mesh_indices(collective: Collective) -> list[int]:
+    """From a device's index along the collective's axes, major to minor, to that along them in the mesh's order."""
+    names = [name for name, _ in collective.mesh_sizes]
+    indices = np.arange(np.prod([size for _, size in collective.mesh_sizes], dtype=int))
+    grid = indices.reshape([size for _, size in collective.mesh_sizes])
+    return [int(i) for i in grid.transpose([names.index(axis) for axis in collective.axes]).ravel()]
 
 
 def place_after(collective: Collective, distance: int) -> Any:

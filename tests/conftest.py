@@ -33,13 +33,14 @@ if "jax" in sys.modules:
 os.environ.update(ENVIRONMENT)
 
 # Every example may compile a program, so examples are few and none has a deadline.
-_COMMON: Final = {
-    "deadline": None,
-    "max_examples": 25,
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
-}
-settings.register_profile("overlap", print_blob=True, **_COMMON)
-settings.register_profile("overlap-ci", derandomize=True, **_COMMON)
+settings.register_profile(
+    "overlap",
+    deadline=None,
+    max_examples=25,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.register_profile("overlap-ci", settings.get_profile("overlap"), derandomize=True)
 settings.load_profile("overlap-ci" if os.environ.get("CI") else "overlap")
 
 

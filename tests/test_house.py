@@ -26,7 +26,12 @@ DEMO: Final = frozenset({"bench", "optax"})
 
 MODULES: Final = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
 SOURCES: Final = sorted(
-    [*MODULES, *(ROOT / "bench").rglob("*.py"), *(ROOT / "tests").rglob("*.py"), *(ROOT / ".ci").rglob("*.py")]
+    [
+        *MODULES,
+        *(ROOT / "bench").rglob("*.py"),
+        *(ROOT / "tests").rglob("*.py"),
+        *(ROOT / ".ci").rglob("*.py"),
+    ]
 )
 
 

@@ -1,0 +1,423 @@
+"""The decorator: what can be decorated and how, the attributes, policies, hardware, the log."""
+
+# mypy: allow-untyped-calls
+
+import copy
+import functools
+import gc
+import inspect
+import logging
+import subprocess
+import sys
+import textwrap
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cost_model
+from overlap import Overlapped, Report, Site, overlap_collectives
+from tests.overlap.mlp import always, check, hops, mesh_of, mlp, reference
+
+REF = reference()
+
+
+def struct(array: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)
+
+
+@pytest.mark.parametrize(
+    "decorate",
+    [
+        lambda f: overlap_collectives(jax.jit(f)),
+        lambda f: overlap_collectives(f),
+        lambda f: overlap_collectives()(jax.jit(f)),
+        lambda f: overlap_collectives(policy="always")(jax.jit(f)),
+        lambda f: overlap_collectives(policy="always", hardware="tpu_v5p", strict=True)(f),
+        lambda f: overlap_collectives(jax.jit(f), hardware=cost_model.by_name("h100")),
+        lambda f: overlap_collectives(functools.partial(jax.jit, donate_argnums=())(f)),
+    ],
+)
+def test_bare_and_with_arguments_on_jitted_and_plain_functions(decorate: Callable[..., Any]) -> None:
+    decorated = decorate(mlp())
+    assert isinstance(decorated, Overlapped)
+    check(decorated(*REF.arguments), REF.value())
+
+
+def test_it_keeps_name_docstring_and_signature() -> None:
+    @overlap_collectives
+    @jax.jit
+    def step(x: Any, *, scale: float = 2.0) -> Any:
+        """Doubles."""
+        return x * scale
+
+    assert (step.__name__, step.__doc__) == ("step", "Doubles.")
+    assert list(inspect.signature(step).parameters) == ["x", "scale"]
+    assert "step" in repr(step)
+    assert step.lower(1.0).as_text().startswith("module @jit_step")
+
+
+def test_original_is_the_users_jitted_function() -> None:
+    jitted = jax.jit(mlp())
+    assert overlap_collectives(jitted).original is jitted
+    plain = mlp()
+    assert overlap_collectives(plain).original.__wrapped__ is plain
+
+
+def test_decorating_twice_takes_the_later_arguments() -> None:
+    kept = overlap_collectives(jax.jit(mlp()), policy="never")
+    again = always(kept)
+    assert again.original is kept.original
+    assert hops(kept, *REF.arguments) == 0
+    assert hops(again, *REF.arguments) > 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: functools.partial(lambda a, b: a - b, 3.0),
+        lambda: type("Callable", (), {"__call__": lambda self, b: 3.0 - b})(),
+        lambda: functools.partial(jnp.subtract, 3.0),
+        lambda: type("Owner", (), {"method": lambda self, b: 3.0 - b})().method,
+    ],
+)
+def test_callables_that_are_no_plain_functions(make: Callable[[], Any]) -> None:
+    function = make()
+    assert always(function)(1.0) == 2.0
+    assert always(jax.jit(function))(1.0) == 2.0
+    assert always(function).explain(1.0).sites == ()
+
+
+def test_methods_bind_and_so_do_their_attributes() -> None:
+    class Layer:
+        def __init__(self, w: Any, v: Any) -> None:
+            self.w, self.v = w, v
+
+        @always
+        @functools.partial(jax.jit, static_argnums=0)
+        def apply(self, x: Any) -> Any:
+            """Applies."""
+            return mlp()(x, self.w, self.v)
+
+        @staticmethod
+        @always
+        @jax.jit
+        def double(x: Any) -> Any:
+            return 2 * x
+
+        @classmethod
+        @always
+        @functools.partial(jax.jit, static_argnums=0)
+        def name_length(cls, x: Any) -> Any:
+            return x + len(cls.__name__)
+
+    x, w, v = REF.arguments
+    layer = Layer(w, v)
+    check(layer.apply(x), REF.value())
+    check(Layer.apply(layer, x), REF.value())
+    check(jax.jit(layer.apply)(x), REF.value())
+    check(layer.apply.original(x), REF.value())
+    assert isinstance(Layer.apply, Overlapped)
+    assert layer.apply.__doc__ == "Applies."
+    assert layer.apply.__self__ is layer
+    assert layer.apply.explain(x) == Layer.apply.explain(layer, x)
+    assert str(layer.apply.trace(x).jaxpr).count("ppermute") > 0
+    assert "collective_permute" in layer.apply.lower(x).as_text()
+    assert layer.double(3) == 6
+    assert Layer.name_length(1) == 6
+
+
+def test_a_method_of_a_pytree_class_takes_self_as_an_argument() -> None:
+    @functools.partial(jax.tree_util.register_dataclass, data_fields=["w", "v"], meta_fields=[])
+    class Weights:
+        def __init__(self, w: Any, v: Any) -> None:
+            self.w, self.v = w, v
+
+        @always
+        @jax.jit
+        def apply(self, x: Any) -> Any:
+            return mlp()(x, self.w, self.v)
+
+    x, w, v = REF.arguments
+    check(Weights(w, v).apply(x), REF.value())
+    check(Weights(w, 2 * v).apply(x), 2 * REF.value())
+
+
+def test_pytrees_keywords_defaults_and_none() -> None:
+    calls = []
+
+    @always
+    @jax.jit
+    def step(state: Any, batch: Any, /, scale: Any = 1.0, *more: Any, shift: Any = None, **named: Any) -> Any:
+        calls.append(shift is None)
+        y = mlp()(batch["x"], state[0], state[1]["v"]) * scale
+        return {"y": y if shift is None else y + shift, "none": None, "more": (more, named)}
+
+    x, w, v = REF.arguments
+    state, batch = [w, {"v": v}], {"x": x}
+    check(step(state, batch)["y"], REF.value())
+    check(step(state, batch, 2.0)["y"], 2 * REF.value())
+    check(step(state, batch, scale=3.0)["y"], 3 * REF.value())
+    out = step(state, batch, 2.0, 4.0, (5.0,), shift=1.0, b={"c": 7.0}, a=6.0)
+    check(out["y"], 2 * REF.value() + 1)
+    assert out["none"] is None
+    assert jax.tree.map(float, out["more"]) == ((4.0, (5.0,)), {"a": 6.0, "b": {"c": 7.0}})
+    assert calls == [True, True, True, False]
+
+
+def test_attributes_of_jitted_functions_are_there() -> None:
+    decorated = always(jax.jit(mlp()))
+    assert decorated.eval_shape(*REF.arguments).shape == (8, 6)
+    decorated(*REF.arguments)
+    assert decorated._cache_size() == 1
+    with pytest.raises(AttributeError):
+        _ = decorated.no_such_attribute
+    assert copy.copy(decorated)(*REF.arguments).shape == (8, 6)
+
+
+def test_trace_and_lower_are_of_the_rewritten_function() -> None:
+    decorated = always(jax.jit(mlp()))
+    structs = tuple(map(struct, REF.arguments))
+    for arguments in (structs, REF.arguments):
+        assert "ppermute" in str(decorated.trace(*arguments).jaxpr)
+        text = decorated.lower(*arguments).as_text()
+        assert "collective_permute" in text
+        assert "all_gather" not in text and "reduce_scatter" not in text
+    check(decorated.lower(*structs).compile()(*REF.arguments), REF.value())
+
+
+def test_explain_takes_shapes_and_neither_compiles_nor_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    decorated = always(jax.jit(mlp()))
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
+    report = decorated.explain(*map(struct, REF.arguments))
+    assert isinstance(report, Report)
+    assert report.name == "mlp"
+    assert [site.kind for site in report.sites] == ["all_gather_dot", "dot_reduce_scatter"]
+    assert all(site.rewritten and site.reason == "policy_always" for site in report.sites)
+    assert decorated._cache_size() == 0
+
+
+def test_explain_and_a_call_trace_the_users_function_once() -> None:
+    traced = []
+    program = mlp()
+
+    @always
+    @jax.jit
+    def step(x: Any, w: Any, v: Any) -> Any:
+        traced.append(1)
+        return program(x, w, v)
+
+    step.explain(*REF.arguments)
+    step(*REF.arguments)
+    step.lower(*REF.arguments)
+    assert len(traced) == 1
+    step.clear_cache()
+    step(*REF.arguments)
+    assert len(traced) == 2
+
+
+def test_arrays_that_the_function_closes_over() -> None:
+    column = jnp.arange(8, dtype=jnp.float32)[:, None]
+    decorated = always(jax.jit(lambda x, w, v: mlp()(x, w, v) + column))
+    check(decorated(*REF.arguments), REF.value() + np.arange(8.0)[:, None])
+
+
+def test_a_program_without_collectives_is_the_original() -> None:
+    decorated = always(jax.jit(lambda a, b: (a @ b).sum()))
+    x, w, _ = REF.arguments
+    check(decorated(x, w), (REF.x @ REF.w).sum())
+    assert decorated.explain(x, w).sites == ()
+
+
+def test_a_decorated_function_is_freed_with_its_last_reference() -> None:
+    decorated = always(jax.jit(lambda x: x + 1))
+    decorated(1.0)
+    gone = weakref.ref(decorated)
+    del decorated
+    gc.collect()
+    assert gone() is None
+
+
+def test_under_disable_jit_the_users_python_runs() -> None:
+    @always
+    @jax.jit
+    def absolute(x: Any) -> Any:
+        return x if x > 0 else -x
+
+    with jax.disable_jit():
+        assert absolute(-3.0) == 3.0
+
+
+# Policies and hardware.
+
+
+def test_unknown_policy_names_the_valid_ones() -> None:
+    with pytest.raises(ValueError, match=r"'sometimes'.*'auto'.*'always'.*'never'.*callable"):
+        overlap_collectives(mlp(), policy="sometimes")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="'auto'"):
+        overlap_collectives(policy="sometimes")  # type: ignore[call-overload]
+
+
+def test_unknown_hardware_names_the_valid_ones() -> None:
+    with pytest.raises(ValueError) as raised:
+        overlap_collectives(mlp(), hardware="abacus")
+    assert "abacus" in str(raised.value)
+    assert all(name in str(raised.value) for name in cost_model.names())
+
+
+@pytest.mark.parametrize("wrong", [{"hardware": 5}, {"fun": 5}])
+def test_wrong_types_are_type_errors(wrong: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
+        overlap_collectives(**{"fun": mlp(), **wrong})
+
+
+def test_policy_never_keeps_everything_and_still_predicts() -> None:
+    decorated = overlap_collectives(jax.jit(mlp()), policy="never", hardware="tpu_v5p", strict=True)
+    sites = decorated.explain(*REF.arguments).sites
+    assert [(site.rewritten, site.reason) for site in sites] == [(False, "policy_never")] * 2
+    assert all(site.estimate is not None for site in sites)
+    assert hops(decorated, *REF.arguments) == 0
+    check(decorated(*REF.arguments), REF.value())
+
+
+def test_policy_auto_keeps_everything_on_cpu() -> None:
+    decorated = overlap_collectives(jax.jit(mlp()), strict=True)
+    sites = decorated.explain(*REF.arguments).sites
+    assert [(site.rewritten, site.reason) for site in sites] == [(False, "not_profitable")] * 2
+    assert hops(decorated, *REF.arguments) == 0
+
+
+def test_policy_auto_decides_by_the_named_hardware() -> None:
+    big = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 8192), (8192, 32768), (32768, 8192))
+    ]
+    decorated = overlap_collectives(jax.jit(mlp()), hardware="tpu_v5p", strict=True)
+    gather = decorated.explain(*big).sites[0]
+    assert (gather.rewritten, gather.reason) == (True, "profitable")
+    assert hops(decorated, *big) > 0
+    assert not any(site.rewritten for site in decorated.explain(*REF.arguments).sites)
+    assert hops(decorated, *REF.arguments) == 0
+
+
+def test_policy_callable_is_asked_per_site() -> None:
+    asked: list[Site] = []
+
+    def gathers_only(site: Site) -> bool:
+        asked.append(site)
+        return site.kind == "all_gather_dot"
+
+    decorated = overlap_collectives(jax.jit(mlp()), policy=gathers_only, strict=True)
+    sites = decorated.explain(*REF.arguments).sites
+    explained = {(site.kind, site.path, site.source) for site in asked}
+    assert [(s.rewritten, s.reason) for s in sites] == [(True, "policy_accepted"), (False, "policy_declined")]
+    assert {site.kind for site in asked} == {"all_gather_dot", "dot_reduce_scatter"}
+    asked.clear()
+    check(decorated(*REF.arguments), REF.value())
+    assert {(site.kind, site.path, site.source) for site in asked} == explained
+    text = decorated.lower(*REF.arguments).as_text()
+    assert "collective_permute" in text and "reduce_scatter" in text and "all_gather" not in text
+
+
+def test_hardware_comes_from_the_kind_of_the_meshs_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[str] = []
+
+    def lookup(kind: str) -> cost_model.Hardware:
+        kinds.append(kind)
+        return cost_model.by_name("tpu_v5p")
+
+    monkeypatch.setattr(cost_model, "from_device_kind", lookup)
+    guessed = overlap_collectives(mlp(), policy="never").explain(*REF.arguments)
+    named = overlap_collectives(mlp(), policy="never", hardware="tpu_v5p").explain(*REF.arguments)
+    assert set(kinds) == {jax.devices()[0].device_kind}
+    assert guessed == named
+
+
+def test_unknown_device_kind_keeps_every_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost_model, "from_device_kind", lambda kind: None)
+    decorated = overlap_collectives(jax.jit(mlp()), strict=True)
+    sites = decorated.explain(*REF.arguments).sites
+    assert [(site.rewritten, site.reason) for site in sites] == [(False, "unknown_hardware")] * 2
+    assert all("hardware=" in site.sentence and site.estimate is None for site in sites)
+    assert hops(decorated, *REF.arguments) == 0
+    check(decorated(*REF.arguments), REF.value())
+
+
+def test_a_mesh_that_does_not_know_its_devices_is_unknown_hardware() -> None:
+    decorated = overlap_collectives(jax.jit(mlp(mesh_of().abstract_mesh.update(abstract_device=None))))  # type: ignore[arg-type]
+    sites = decorated.explain(*map(struct, REF.arguments)).sites
+    assert [site.reason for site in sites] == ["unknown_hardware"] * 2
+
+
+# The log.
+
+
+def test_the_log_tells_site_decision_and_reason(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "overlap")
+    decorated = overlap_collectives(
+        jax.jit(mlp()), policy=lambda site: site.kind == "all_gather_dot", strict=True
+    )
+    decorated(*REF.arguments)
+    decorated(*REF.arguments)
+    lines = [r.getMessage() for r in caplog.records if r.name == "overlap"]
+    assert len(lines) == 2, "once per trace, not per call"
+    assert all(r.levelno == logging.INFO for r in caplog.records if r.name == "overlap")
+    for line, kind, verdict, reason in zip(
+        lines,
+        ("all_gather_dot", "dot_reduce_scatter"),
+        ("rewritten", "kept"),
+        ("policy_accepted", "policy_declined"),
+        strict=True,
+    ):
+        for part in ("mlp", kind, "over x", "mlp.py:", verdict, reason):
+            assert part in line
+
+
+def test_nothing_is_logged_above_info(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "overlap")
+    always(jax.jit(mlp()))(*REF.arguments)
+    assert not [r for r in caplog.records if r.name == "overlap"]
+
+
+# Other versions of jax.
+
+
+def test_a_jit_whose_options_cannot_be_read_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    jitted = jax.jit(mlp(), donate_argnums=0)
+
+    class Future:
+        """As a jitted function of a jax that keeps its options elsewhere."""
+
+        __wrapped__ = staticmethod(mlp())
+        trace = lower = eval_shape = __call__ = staticmethod(jitted)
+
+    with pytest.raises(RuntimeError, match=r"jit options .* report"):
+        overlap_collectives(Future())
+
+    class OtherFields(Future):
+        _jit_info = object()
+
+    with pytest.raises(RuntimeError, match=rf"jax {jax.__version__}.* report"):
+        overlap_collectives(OtherFields())
+
+
+def test_importing_overlap_starts_no_backend() -> None:
+    script = """
+        import sys
+        import jax
+        import overlap
+        from jax._src import xla_bridge
+        assert not xla_bridge._backends, xla_bridge._backends
+        assert not xla_bridge.backends_are_initialized()
+        overlap.overlap_collectives(jax.jit(lambda x: x), hardware="tpu_v5p")
+        assert not xla_bridge._backends, "decorating started a backend"
+        loaded = {"rich", "libtpu", "optax", "hypothesis"} & set(sys.modules)
+        assert not loaded, loaded
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

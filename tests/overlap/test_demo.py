@@ -1,0 +1,143 @@
+"""The demo trains alike with and without rings, reports, and counts what the compiled programs contain."""
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+from overlap import __main__, tpu_target
+from overlap.demo import count_collectives
+
+ROOT = Path(__file__).parents[2]
+
+
+def overlap(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``python -m overlap`` in a process of its own, whose environment knows nothing of the tests'."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS", "PYTHONPATH")}
+    return subprocess.run(
+        [sys.executable, "-m", "overlap", *arguments],
+        cwd=cwd,
+        env={**kept, "PYTHONIOENCODING": "utf-8", **environment},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=500,
+    )
+
+
+@cache
+def demo() -> str:
+    """The output of the demo without its TPU part."""
+    done = overlap("demo", "--no-tpu", XLA_FLAGS="--xla_force_host_platform_device_count=3")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class TestDemo:
+    def test_losses_are_equal_at_every_step_and_fall(self) -> None:
+        steps = re.findall(r"^(\d+) +(\d\.\d+) +(\d\.\d+) +\S+$", demo(), re.MULTILINE)
+        assert [int(step) for step, _, _ in steps] == list(range(10))
+        for _, original, overlapped in steps:
+            assert float(overlapped) == pytest.approx(float(original), rel=1e-5)
+        assert float(steps[-1][1]) < float(steps[0][1]) - 1
+        assert "Losses equal to 1e-5 relative" in demo()
+
+    def test_rings_take_the_place_of_collectives(self) -> None:
+        counts = {
+            name: (int(a), int(b)) for name, a, b in re.findall(r"^([a-z-]+) +(\d+) +(\d+)$", demo(), re.M)
+        }
+        assert counts["collective-permute"][0] == 0
+        assert counts["collective-permute"][1] > 10
+        assert counts["all-gather"][0] > counts["all-gather"][1]
+        assert counts["reduce-scatter"][0] > counts["reduce-scatter"][1]
+        assert counts["all-reduce"][0] == counts["all-reduce"][1]
+
+    def test_report_for_tpu_v5p_tells_of_every_site(self) -> None:
+        found = re.search(r"train_step: (\d+) of (\d+) collectives rewritten; modelled", demo())
+        assert found is not None
+        rewritten, sites = int(found[1]), int(found[2])
+        assert 0 < rewritten < sites
+        assert (
+            len(re.findall(r"^ ?\d+ (?:all_gather|reduce_scatter|psum|dot_)", demo(), re.MULTILINE)) == sites
+        )
+        assert "profitable (site" in demo()
+
+    def test_says_that_it_skipped_the_tpu(self) -> None:
+        assert "Skipped: --no-tpu was given." in demo()
+
+    def test_fits_80_columns_without_colours(self) -> None:
+        assert max(map(cell_len, demo().splitlines())) <= 80
+        assert "\x1b" not in demo()
+
+    def test_outside_of_a_checkout_says_where_to_run_it(self, tmp_path: Path) -> None:
+        for package in ("overlap", "passes", "cost_model"):
+            (tmp_path / package).symlink_to(ROOT / package)
+        done = overlap("demo", cwd=tmp_path)
+        assert done.returncode == 2
+        assert "No module named 'bench'" in done.stderr
+        assert "root of a checkout" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+class TestCommandLine:
+    def test_without_a_command_prints_help(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert __main__.main([]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith("usage: python -m overlap")
+        assert "demo" in out
+        assert "compile-demo-for-tpu" not in out
+
+    def test_unknown_command_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as exit_:
+            __main__.main(["dance"])
+        assert exit_.value.code == 2
+        assert "dance" in capsys.readouterr().err
+
+    def test_interruption_is_no_traceback(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def interrupted(**_: object) -> int:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("overlap.demo.run", interrupted)
+        assert __main__.main(["demo"]) == 130
+        assert capsys.readouterr().err == "interrupted\n"
+
+
+class TestCountCollectives:
+    def test_counts_instructions_once_and_nothing_else(self) -> None:
+        layout = "{2,1,0:T(8,128)(2,1)S(1)}"
+        hlo = f"""
+          HloModule jit_all_gather, is_scheduled=true
+          %all-gather.1 = f32[4,64]{{1,0}} all-gather(%p), channel_id=1, dimensions={{0}}
+          ROOT %x = bf16[8,128]{layout} all-gather(%y), metadata={{op_name="jit(f)/reduce-scatter(x)"}}
+          reduce-scatter.3 = f32[4]{{0}} reduce-scatter(fusion), to_apply=add
+          %s = (bf16[8]{layout}, /*index=1*/u32[]{{:S(2)}}) collective-permute-start(%x), channel_id=4
+          %d = bf16[8]{layout} collective-permute-done(%s)
+          %all-reduce-start = f32[] all-reduce-start(%z), to_apply=%all-reduce.sum
+          %fusion = f32[4]{{0}} fusion(%all-gather.1, %s), calls=%all-gather_fusion
+          %t = (f32[2]{{0}}, f32[2]{{0}}) all-reduce(%a, %b), to_apply=%add
+        """
+        counts = {"all-gather": 2, "reduce-scatter": 1, "all-reduce": 2, "collective-permute": 1}
+        assert count_collectives(hlo) == counts
+
+
+class TestTpuTarget:
+    def test_names_the_platform_that_lacks_the_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("platform.system", lambda: "Darwin")
+        monkeypatch.setattr("platform.machine", lambda: "arm64")
+        missing = tpu_target.missing()
+        assert missing is not None
+        assert "arm64 Darwin" in missing
+
+    def test_says_how_to_install_the_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("platform.system", lambda: "Linux")
+        monkeypatch.setattr("platform.machine", lambda: "x86_64")
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+        missing = tpu_target.missing()
+        assert missing is not None
+        assert "overlap-collectives[tpu]" in missing

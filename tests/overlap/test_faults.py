@@ -1,0 +1,300 @@
+"""Whatever fails in the pass, the original program runs, once, with one warning that names the site.
+
+Faults are injected with ``sys.settrace``: the n-th call of any function of ``passes/`` or ``cost_model/``
+raises. So every function that a rewrite runs through is made to fail, without a list of them to keep.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import inspect
+import logging
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+
+import cost_model
+import passes
+from overlap import overlap_collectives
+from passes import RewriteError
+from tests.overlap.mlp import always, check, hops, mlp, reference
+
+REF = reference()
+FLOORS = tuple(str(Path(package.__file__).parent) for package in (passes, cost_model) if package.__file__)
+MODULES = sorted(
+    p.relative_to(Path(floor).parent).as_posix() for floor in FLOORS for p in Path(floor).glob("*.py")
+)
+
+
+class InjectedError(Exception):
+    """The fault."""
+
+
+@contextlib.contextmanager
+def watching(on_call: Any) -> Iterator[None]:
+    """Calls ``on_call(code)`` whenever a function of the two floors is entered."""
+
+    def trace(frame: types.FrameType, event: str, arg: Any) -> None:
+        if frame.f_code.co_filename.startswith(FLOORS):
+            on_call(frame.f_code)
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@contextlib.contextmanager
+def fault(code: types.CodeType, call: int = 1) -> Iterator[None]:
+    """The given call of a function raises; the context fails if there was no such call."""
+    calls = 0
+
+    def on_call(entered: types.CodeType) -> None:
+        nonlocal calls
+        if entered is code:
+            calls += 1
+            if calls == call:
+                raise InjectedError(f"call {call} of {code.co_qualname}")
+
+    with watching(on_call):
+        yield
+    assert calls >= call, f"{code.co_qualname} was called {calls} times"
+
+
+def program(x: Any, w: Any, v: Any) -> Any:
+    """Nested bodies around the chains, so that every stage of the pass has work."""
+    y, _ = jax.lax.scan(lambda carry, _: (mlp()(carry, w, v) / 8, None), x, length=2)
+    return jax.checkpoint(mlp())(y, w, v)
+
+
+JITTED = jax.jit(program)
+
+
+@functools.cache
+def called_functions() -> dict[types.CodeType, int]:
+    """The functions that rewriting ``program`` runs, and how often."""
+    counts: collections.Counter[types.CodeType] = collections.Counter()
+    decorated = overlap_collectives(JITTED, policy="always", hardware="tpu_v5p", strict=True)
+    decorated.trace(*REF.arguments)
+    with watching(lambda code: counts.update([code])):
+        decorated = overlap_collectives(JITTED, policy="always", hardware=cost_model.by_name("tpu_v5p"))
+        counts.clear()
+        decorated.trace(*REF.arguments)
+    return dict(counts)
+
+
+def functions_of(module: str) -> list[types.CodeType]:
+    return [code for code in called_functions() if code.co_filename.endswith(f"/{module}")]
+
+
+def some_function_of(module: str) -> types.CodeType:
+    return max(functions_of(module), key=lambda code: (called_functions()[code], code.co_qualname))
+
+
+HARDWARE = cost_model.by_name("tpu_v5p")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_fault_in_any_function_leaves_the_original_program(module: str) -> None:
+    kept = overlap_collectives(JITTED, policy="never").lower(*REF.arguments).as_text()
+    assert "collective_permute" not in kept
+    for code in functions_of(module):
+        # A generator is entered once more to be closed, where an exception goes nowhere.
+        last = 1 if code.co_flags & inspect.CO_GENERATOR else called_functions()[code]
+        for call in {1, last}:
+            decorated = overlap_collectives(JITTED, policy="always", hardware=HARDWARE)
+            with fault(code, call), pytest.warns(RuntimeWarning, match="InjectedError: call") as warned:
+                lowered = decorated.lower(*REF.arguments)
+            assert lowered.as_text() == kept, code.co_qualname
+            assert len(warned) == 1, code.co_qualname
+
+
+def test_most_modules_of_the_pass_are_run_by_the_program_under_test() -> None:
+    run = {module for module in MODULES if functions_of(module)}
+    assert len(run) > len(MODULES) * 0.7
+
+
+STAGES = ["graph", "match", "decide", "plan", "rewrite", "gather_ring", "scatter_ring"]
+each_stage = pytest.mark.parametrize("stage", STAGES)
+
+
+@each_stage
+def test_results_are_those_of_the_original_in_a_call_and_under_jit_and_grad(stage: str) -> None:
+    code = some_function_of(f"passes/{stage}.py")
+    c = REF.cotangent
+
+    def loss(f: Any) -> Any:
+        return lambda *args: (f(*args) * c).sum()
+
+    uses: dict[str, tuple[Any, Any]] = {
+        "call": (lambda f: f, REF.value()),
+        "jit": (jax.jit, REF.value()),
+        "grad": (lambda f: jax.grad(loss(f), argnums=(0, 1, 2)), REF.gradients()),
+        "jit of grad": (lambda f: jax.jit(jax.grad(loss(f), argnums=(0, 1, 2))), REF.gradients()),
+    }
+    jitted = jax.jit(mlp())
+    for use, wanted in uses.values():
+        decorated = overlap_collectives(jitted, policy="always", hardware=HARDWARE)
+        with fault(code), pytest.warns(RuntimeWarning, match="InjectedError"):
+            actual = use(decorated)(*REF.arguments)
+        check(actual, wanted)
+        check(use(decorated)(*REF.arguments), wanted)
+
+
+@each_stage
+def test_side_effects_happen_once(stage: str) -> None:
+    seen: list[int] = []
+    inner = mlp()
+
+    def effectful(x: Any, w: Any, v: Any) -> Any:
+        io_callback(lambda: seen.append(1), None)
+        y = inner(x, w, v)
+        io_callback(lambda: seen.append(2), None)
+        return y
+
+    decorated = overlap_collectives(jax.jit(effectful), policy="always", hardware=HARDWARE)
+    with fault(some_function_of(f"passes/{stage}.py")), pytest.warns(RuntimeWarning):
+        check(decorated(*REF.arguments), REF.value())
+    jax.effects_barrier()
+    assert sorted(seen) == [1, 2]
+
+
+@each_stage
+def test_strict_raises_the_error_itself(stage: str) -> None:
+    decorated = overlap_collectives(jax.jit(mlp()), policy="always", hardware=HARDWARE, strict=True)
+    with fault(some_function_of(f"passes/{stage}.py")), pytest.raises(InjectedError):
+        decorated(*REF.arguments)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@each_stage
+def test_explain_raises_the_error_itself(stage: str, strict: bool) -> None:
+    decorated = overlap_collectives(jax.jit(mlp()), policy="always", hardware=HARDWARE, strict=strict)
+    with fault(some_function_of(f"passes/{stage}.py")), pytest.raises(InjectedError):
+        decorated.explain(*REF.arguments)
+
+
+@pytest.mark.parametrize("stage, names", [("gather_ring", "all_gather"), ("scatter_ring", "reduce_scatter")])
+def test_the_warning_names_the_site_and_asks_for_a_report(stage: str, names: str) -> None:
+    (emit,) = (c for c in functions_of(f"passes/{stage}.py") if c.co_name.startswith("emit_"))
+    decorated = overlap_collectives(jax.jit(mlp()), policy="always", hardware=HARDWARE)
+    with fault(emit), pytest.warns(RuntimeWarning) as warned:
+        decorated(*REF.arguments)
+    (message,) = (str(w.message) for w in warned)
+    assert f"could not rewrite mlp (at the {names} at " in message
+    assert "mlp.py:" in message and "(shard_body)" in message
+    assert "report" in message and "InjectedError" in message
+
+
+def test_the_warning_comes_without_a_site_where_none_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise InjectedError("no frame of the pass is involved")
+
+    monkeypatch.setattr(passes, "make_plan", broken)
+    with pytest.warns(RuntimeWarning, match=r"could not rewrite mlp; the original .* report"):
+        check(always(jax.jit(mlp()), strict=False)(*REF.arguments), REF.value())
+
+
+def test_one_warning_however_often_the_pass_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise InjectedError
+
+    monkeypatch.setattr(passes, "make_plan", broken)
+    decorated = always(jax.jit(mlp()), strict=False)
+    with pytest.warns(RuntimeWarning) as warned:
+        for rows in (8, 12, 16):
+            ref = reference(rows=rows)
+            check(decorated(*ref.arguments), ref.value())
+    assert len(warned) == 1
+
+
+def test_after_a_fault_another_shape_is_rewritten() -> None:
+    decorated = always(jax.jit(mlp()), strict=False)
+    with fault(some_function_of("passes/rewrite.py")), pytest.warns(RuntimeWarning):
+        decorated(*REF.arguments)
+    larger = reference(rows=16)
+    check(decorated(*larger.arguments), larger.value())
+    assert hops(decorated, *larger.arguments) > 0
+
+
+def test_a_rewritten_program_of_another_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "rewritten", lambda plan: lambda *args: [args[0].astype(np.float16)])
+    with pytest.warns(RuntimeWarning, match="RewriteError"):
+        check(always(jax.jit(mlp()), strict=False)(*REF.arguments), REF.value())
+    with pytest.raises(RewriteError, match="mlp"):
+        always(jax.jit(mlp()))(*REF.arguments)
+
+
+def test_a_policy_that_raises_leaves_the_original_and_names_the_site() -> None:
+    def policy(site: Any) -> bool:
+        raise InjectedError("undecided")
+
+    with pytest.warns(RuntimeWarning, match=r"at the .*mlp\.py:.*InjectedError: undecided"):
+        check(overlap_collectives(jax.jit(mlp()), policy=policy)(*REF.arguments), REF.value())
+
+
+def test_a_logging_handler_that_raises_stops_no_call() -> None:
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise InjectedError("disk full")
+
+    logger, handler = logging.getLogger("overlap"), Broken()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        with pytest.warns(RuntimeWarning, match="disk full"):
+            check(always(jax.jit(mlp()), strict=False)(*REF.arguments), REF.value())
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_users_own_exception_is_theirs(strict: bool) -> None:
+    class OwnError(Exception):
+        pass
+
+    raised = OwnError("of the function itself")
+
+    def broken(x: Any) -> Any:
+        raise raised
+
+    decorated = always(jax.jit(broken), strict=strict)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for use in (decorated, jax.jit(decorated), jax.grad(decorated), decorated.explain, decorated.lower):
+            with pytest.raises(OwnError) as caught:
+                use(1.0)
+            assert caught.value is raised
+
+
+def test_errors_of_jax_name_the_users_own_function_and_argument() -> None:
+    def branching(flag: Any) -> Any:
+        return 1 if flag else 2
+
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=r"branching at .* argument flag"):
+        always(jax.jit(branching))(True)
+
+
+def test_interrupts_are_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(passes, "make_plan", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        always(jax.jit(mlp()), strict=False)(*REF.arguments)

@@ -1,0 +1,163 @@
+"""The dataflow graph: values and their users, calls that chains cross, effects in order."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import networkx as nx
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from passes.graph import Dataflow, Literal, dataflow
+from tests.passes import bodies
+
+X = jax.ShapeDtypeStruct((3, 5), jnp.float32)
+W = jax.ShapeDtypeStruct((5, 5), jnp.float32)
+
+
+def names(flow: Dataflow) -> list[str]:
+    return [op.name for op in flow.ops]
+
+
+def graph_of(fun: Any, *args: Any) -> Dataflow:
+    return dataflow(jax.make_jaxpr(fun)(*args))
+
+
+def test_the_graph_is_an_acyclic_networkx_digraph_in_program_order() -> None:
+    def body(x: Any, w: Any) -> Any:
+        h = jnp.tanh(lax.all_gather(x, "x", axis=0, tiled=True) @ w)
+        return lax.psum_scatter(h * h @ w, "x", scatter_dimension=0, tiled=True)
+
+    flow = dataflow(bodies.shard_body(body, X, W))
+    graph = flow.graph()
+    assert type(graph) is nx.DiGraph
+    assert nx.is_directed_acyclic_graph(graph)
+    assert list(graph) == list(range(len(flow.ops)))
+    assert [graph.nodes[i]["op"] for i in graph] == list(flow.ops)
+    assert all(a < b for a, b in graph.edges)
+    gather, first, *_, scatter = (
+        i for i, op in enumerate(flow.ops) if op.name not in ("tanh", "mul", "pvary")
+    )
+    assert nx.has_path(graph, gather, first) and nx.has_path(graph, first, scatter)
+    assert not nx.has_path(graph, scatter, gather)
+
+
+def test_values_know_their_producer_and_their_users_once_per_operand() -> None:
+    flow = graph_of(lambda x, y: (lax.mul(x, x), lax.tanh(y)), X, X)
+    x, y = flow.inputs
+    multiply, tanh = names(flow).index("mul"), names(flow).index("tanh")
+    assert x not in flow.producer and y not in flow.producer
+    assert flow.users[x] == (multiply, multiply) and flow.users[y] == (tanh,)
+    for output, op in zip(flow.outputs, (multiply, tanh), strict=True):
+        assert isinstance(output, int)
+        assert flow.producer[output] == op and flow.users[output] == (-1,)
+
+
+def test_a_value_that_is_a_result_twice_is_used_twice_by_the_program() -> None:
+    flow = graph_of(lambda x: (lax.tanh(x),) * 2, X)
+    (value,) = set(flow.outputs)
+    assert isinstance(value, int) and flow.users[value] == (-1, -1)
+
+
+def test_constants_and_literals_keep_their_values() -> None:
+    table = np.arange(15, dtype=np.float32).reshape(3, 5)
+    flow = graph_of(lambda x: lax.mul(x + table, jnp.float32(2)), X)
+    literals = [o for op in flow.ops for o in op.inputs if isinstance(o, Literal)]
+    assert any(
+        np.array_equal(value, table) for value in [*flow.constants.values(), *(o.val for o in literals)]
+    )
+    assert any(np.ndim(o.val) == 0 and o.val == 2 for o in literals)
+    assert all(flow.aval(o) is o.aval for o in literals)
+    assert all(value not in flow.producer and value not in flow.inputs for value in flow.constants)
+
+
+@jax.jit
+def activation(x: Any) -> Any:
+    return jax.jit(jnp.tanh)(x) * 2
+
+
+def test_calls_between_a_gather_and_its_dot_are_inlined_and_others_stay_calls() -> None:
+    def body(x: Any, w: Any) -> Any:
+        return activation(lax.all_gather(x, "x", axis=0, tiled=True)) @ activation(w)
+
+    flow = dataflow(bodies.shard_body(body, X, W))
+    calls = [op for op in flow.ops if op.name in ("jit", "pjit")]
+    assert names(flow).count("tanh") == names(flow).count("mul") == 1
+    assert [op.params["name"] for op in calls] == ["activation"]
+    assert flow.aval(calls[0].inputs[0]).shape == W.shape
+
+
+def test_calls_between_a_dot_and_its_scatter_are_inlined_and_others_stay_calls() -> None:
+    @jax.jit
+    def double(y: Any) -> Any:
+        return y + y
+
+    def body(x: Any, w: Any) -> Any:
+        return lax.psum_scatter(double((x @ double(w)).T), "x", scatter_dimension=1, tiled=True)
+
+    flow = dataflow(bodies.shard_body(body, jax.ShapeDtypeStruct((8, 5), jnp.float32), W))
+    (call,) = (op for op in flow.ops if op.name in ("jit", "pjit"))
+    assert flow.aval(call.inputs[0]).shape == W.shape
+    assert names(flow).index("dot_general") < names(flow).index("add") < names(flow).index("reduce_scatter")
+
+
+def test_a_program_without_collectives_keeps_all_its_calls() -> None:
+    flow = graph_of(lambda x, w: activation(x) @ w, X, W)
+    assert "tanh" not in names(flow) and {"jit", "pjit"} & set(names(flow))
+
+
+def test_inlined_calls_compute_the_same_values() -> None:
+    def body(x: Any, w: Any) -> Any:
+        return activation(lax.all_gather(x, "x", axis=0, tiled=True)) @ w
+
+    flow = dataflow(bodies.shard_body(body, X, W))
+    tanh = flow.ops[names(flow).index("tanh")]
+    dot = flow.ops[names(flow).index("dot_general")]
+    (gathered,) = tanh.inputs
+    assert isinstance(gathered, int) and flow.ops[flow.producer[gathered]].name == "all_gather"
+    assert isinstance(dot.inputs[0], int) and flow.ops[flow.producer[dot.inputs[0]]].name == "mul"
+    assert "jit(activation)" in str(tanh.scope) and dot.scope is None
+
+
+def test_a_call_with_shardings_of_its_own_stays_a_call() -> None:
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+
+    def body(x: Any, w: Any) -> Any:
+        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(None, "y"))
+        gathered = lax.all_gather(x, "x", axis=0, tiled=True)
+        return jax.jit(jnp.sin, out_shardings=sharding)(jax.jit(jnp.cos)(gathered)) @ w
+
+    specs = (PartitionSpec("x"), PartitionSpec())
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("x"), axis_names={"x"})
+    shapes = (jax.ShapeDtypeStruct((12, 6), jnp.float32), jax.ShapeDtypeStruct((6, 6), jnp.float32))
+    flow = dataflow(bodies.mapped_body(jax.make_jaxpr(mapped)(*shapes)))
+    assert "cos" in names(flow) and "sin" not in names(flow)
+
+
+def test_effects_keep_their_order_in_every_order_of_the_graph() -> None:
+    def program(x: Any, y: Any) -> Any:
+        jax.debug.callback(lambda a: None, y, ordered=True)
+        z = jnp.sin(x)
+        jax.debug.callback(lambda a: None, x, ordered=True)
+        jax.debug.callback(lambda a: None, z)
+        return z
+
+    flow = graph_of(program, X, X)
+    callbacks = [i for i, op in enumerate(flow.ops) if "callback" in op.name]
+    assert len(callbacks) == 3
+    graph = flow.graph()
+    assert all(nx.has_path(graph, a, b) for a, b in itertools.pairwise(callbacks))
+    last_first = list(nx.lexicographical_topological_sort(graph, key=lambda i: -i))
+    assert [i for i in last_first if i in callbacks] == callbacks
+
+
+def test_collectives_are_not_effects_that_order_equations() -> None:
+    def body(x: Any, y: Any) -> Any:
+        return lax.all_gather(x, "x", axis=0, tiled=True), lax.all_gather(y, "x", axis=0, tiled=True)
+
+    flow = dataflow(bodies.shard_body(body, X, X))
+    assert not flow.graph().edges
