@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import jax
+from jax.extend import core as jex_core
 
 import cost_model
 import passes
@@ -199,21 +200,40 @@ class Overlapped:
         self, jaxpr: Any, arguments: Sequence[Any]
     ) -> tuple[Callable[..., list[Any]] | None, tuple[Site, ...]]:
         """The rewritten program, jitted and traced (None where nothing is rewritten), and the sites."""
-        plan = passes.make_plan(jaxpr, self._policy, self._hardware_of)
+        # An effect may not run within a function that has a derivative of its own.
+        guarded = not shims.has_effects(jaxpr)
+        plan = passes.make_plan(jaxpr, self._policy, self._hardware_of, differentiable=not guarded)
         found = passes.sites(plan)
         if not plan.changes:
             return None, found
+        run = passes.rewritten(plan)
+        if guarded:
+            run = passes.with_derivative_of(jaxpr, run, self._rewrite_derivative)
+        return self._jitted(run, jaxpr, arguments), found
 
-        def differentiable_plan() -> passes.Plan:
-            return passes.make_plan(jaxpr, self._policy, self._hardware_of, differentiable=True)
+    def _rewrite_derivative(self, jaxpr: Any) -> Callable[..., list[Any]]:
+        """A part of the program's derivative, rewritten; as it is if the pass fails on it."""
+        try:
+            plan = passes.make_plan(jaxpr, self._policy, self._hardware_of, differentiable=True)
+            self._log(passes.sites(plan))
+            if plan.changes:
+                return self._jitted(passes.rewritten(plan), jaxpr, jaxpr.in_avals)
+        except Exception as error:
+            if self._strict:
+                raise
+            self._warn(error)
+        return jex_core.jaxpr_as_fun(jaxpr)  # type: ignore[no-any-return]
 
-        run = passes.rewritten(plan, differentiable_plan)
+    def _jitted(
+        self, run: Callable[..., list[Any]], jaxpr: Any, arguments: Sequence[Any]
+    ) -> Callable[..., list[Any]]:
+        """``run`` jitted, traced, and found to be of the type of the program it stands for."""
         run.__name__ = self._name
-        rewritten = jax.jit(run, inline=self._options.kwargs["inline"])
-        results = rewritten.trace(*arguments).jaxpr.out_avals
+        jitted = jax.jit(run, inline=self._options.kwargs["inline"])
+        results = jitted.trace(*arguments).jaxpr.out_avals
         if list(results) != list(jaxpr.out_avals):
             raise passes.RewriteError(f"in {self._name}: results are {results}, not {jaxpr.out_avals}")
-        return rewritten, found
+        return jitted  # type: ignore[no-any-return]
 
     def _hardware_of(self, device_kind: str | None) -> Hardware | None:
         if self._hardware is not None:

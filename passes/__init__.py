@@ -1,6 +1,7 @@
 """Jaxpr in, jaxpr out: finds chains of a collective and its dots, decides, and runs them as rings."""
 
 from passes.decide import POLICIES, Policy
+from passes.derivative import with_derivative_of
 from passes.match import Match, match
 from passes.plan import Plan, make_plan, sites
 from passes.reasons import Code, Reason
@@ -20,4 +21,5 @@ __all__ = [
     "match",
     "rewritten",
     "sites",
+    "with_derivative_of",
 ]

@@ -102,6 +102,9 @@ def run_on_piece(
             dtype = accumulator_dtype(flow.avals[op.outputs[0]].dtype)
             if op.name == "dot_general":
                 params["preferred_element_type"] = dtype
+                if shims.device_kind(flow.avals[op.outputs[0]]) == "cpu":
+                    # XLA:CPU has no kernel for some dots of narrow floats with a float32 result.
+                    operands = [lax.convert_element_type(operand, dtype) for operand in operands]
             elif op.name == "convert_element_type":
                 params["new_dtype"] = accumulator_dtype(params["new_dtype"])
         with shims.equation_scope(op.eqn, op.scope):
@@ -127,13 +130,13 @@ def as_varying(value: Any, axes: Iterable[str]) -> Any:
     return lax.pcast(value, missing, to="varying") if missing else value
 
 
-def blank(aval: Any) -> Any:
-    """An uninitialised array of a type, to place pieces in: zero-filling costs real time."""
-    return as_varying(lax.empty(aval.shape, aval.dtype), shims.varying_axes(aval))
+def blank(flow: Dataflow, value: int) -> Any:
+    """An array of a value's type, to place its pieces in."""
+    aval = flow.avals[value]
+    array = shims.uninitialised(aval.shape, aval.dtype, differentiable=flow.differentiable)
+    return as_varying(array, shims.varying_axes(aval))
 
 
 def tie(*values: Any) -> tuple[Any, ...]:
     """Makes each of the values wait for all of them, which keeps a hop beside the matmul it should overlap."""
     return tuple(lax.optimization_barrier(values))
-
-

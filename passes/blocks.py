@@ -89,7 +89,9 @@ def _elementwise(call: Call, side: int, dim: int, blocks: int) -> Blockwise | No
     """Every operand has the result's shape, or 1 in place of some sizes, or is a scalar."""
     shape = call.results[0]
     for operand in call.operands:
-        if operand and (len(operand) != len(shape) or any(a not in (1, b) for a, b in zip(operand, shape, strict=True))):
+        if operand and (
+            len(operand) != len(shape) or any(a not in (1, b) for a, b in zip(operand, shape, strict=True))
+        ):
             return None
     cut = (bool(operand) and operand[dim] == shape[dim] for operand in call.operands)
     return Blockwise(tuple(dim if c else None for c in cut), dim)
@@ -206,9 +208,9 @@ def _result_size(name: str) -> Resize:
 
 _ELEMENTWISE = """
 abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex
-conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
+conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
 igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter
-not or pcast polygamma population_count pow pvary real reduce_precision regularized_incomplete_beta rem round
+not or polygamma population_count pow pvary real reduce_precision regularized_incomplete_beta rem round
 rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
 xor
 """.split()

@@ -79,6 +79,8 @@ def read_collective(flow: Dataflow, index: int) -> Collective | None:
 def unsupported(flow: Dataflow, collective: Collective) -> Reason | None:
     """Why no ring of ours can stand in for the collective, whatever is around it; None if one can."""
     op = flow.ops[collective.op]
+    if collective.op not in flow.live:
+        return Reason(Code.UNUSED)
     if op.name not in _DECOMPOSED or len(op.outputs) != 1:
         return Reason(Code.UNSUPPORTED_COLLECTIVE, f"It is {op.name} of {len(op.outputs)} value(s).")
     if len({len(group) for group in collective.groups or ()}) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Literal
 
 import networkx as nx
@@ -58,7 +58,12 @@ Describe = Callable[[Decision], Site]
 
 
 def decide(
-    flow: Dataflow, matches: Iterable[Match], policy: Policy, hardware: Hardware | None, describe: Describe
+    flow: Dataflow,
+    matches: Iterable[Match],
+    policy: Policy,
+    hardware: Hardware | None,
+    describe: Describe,
+    loop_invariant: Set[int] = frozenset(),
 ) -> tuple[Decision, ...]:
     """Decides each match, in program order.
 
@@ -71,6 +76,8 @@ def decide(
       policy: see ``overlap_collectives``.
       hardware: None if unknown.
       describe: makes the site that a callable policy is asked about.
+      loop_invariant: numbers of the collectives whose operand is the same in every iteration of a loop. Unless the
+        policy says otherwise they stay, since a compiler can move them out of the loop, and a ring it cannot.
     """
     decided: dict[int, Decision] = {}
     proposals: list[tuple[Decision, tuple[Chain, ...]]] = []
@@ -89,16 +96,14 @@ def decide(
         else:
             if taken.intersection(_dots(proposal)):
                 proposal = _propose(flow, proposal.collective, remaining, policy, hardware)
-            decision = _judge(proposal, policy, describe)
+            decision = _judge(proposal, policy, describe, proposal.collective.op in loop_invariant)
         if decision.rewritten:
             taken.update(_dots(decision))
         decided[decision.collective.op] = decision
     return tuple(decided[op] for op in sorted(decided))
 
 
-def _without_chain(
-    collective: Collective, reason: Reason, policy: Policy, describe: Describe
-) -> Decision:
+def _without_chain(collective: Collective, reason: Reason, policy: Policy, describe: Describe) -> Decision:
     """A collective among one device disappears unless the policy is against it; any other stays."""
     kept = Decision(collective, None, None, False, reason)
     if reason.code is not Code.AXIS_SIZE_ONE or policy == "never":
@@ -160,9 +165,12 @@ def _taken(flow: Dataflow, proposal: Decision, taken: set[int]) -> Reason:
     return Reason(Code.DOT_TAKEN, where)
 
 
-def _judge(proposal: Decision, policy: Policy, describe: Describe) -> Decision:
+def _judge(proposal: Decision, policy: Policy, describe: Describe, loop_invariant: bool) -> Decision:
+    if loop_invariant and policy == "auto":
+        return dataclasses.replace(proposal, reason=Reason(Code.LOOP_INVARIANT))
     code, rewritten = _verdict(proposal, policy, describe)
-    return dataclasses.replace(proposal, reason=Reason(code), rewritten=rewritten)
+    detail = "Its operand is the same in every iteration of the loop." if loop_invariant else ""
+    return dataclasses.replace(proposal, reason=Reason(code, detail), rewritten=rewritten)
 
 
 def _verdict(proposal: Decision, policy: Policy, describe: Describe) -> tuple[Code, bool]:
@@ -215,13 +223,11 @@ def program_order(
             decisions = _give_up_one(decisions, nx.find_cycle(order))
 
 
-def _contracted(
-    flow: Dataflow, units: Mapping[int, Unit], unit_of: Mapping[int, int]
-) -> nx.DiGraph[int]:
+def _contracted(flow: Dataflow, units: Mapping[int, Unit], unit_of: Mapping[int, int]) -> nx.DiGraph[int]:
     """The dataflow graph with each unit as one node."""
     graph = flow.graph()
     order: nx.DiGraph[int] = nx.DiGraph()
-    order.add_nodes_from(unit_of.get(index, index) for index in range(len(flow.ops)))
+    order.add_nodes_from(unit_of.get(index, index) for index in flow.live)
     order.add_edges_from(
         (a, b)
         for source, target in graph.edges

@@ -57,7 +57,7 @@ def find_gather_chains(
     """
     sinkings: dict[int, Sinking] = {}
     gathered_by: dict[int, list[Sinking]] = {}
-    for index, op in enumerate(flow.ops):
+    for index, op in flow.live.items():
         found: dict[int, Sinking] = {}
         for operand in op.inputs:
             if isinstance(operand, int):
@@ -259,9 +259,7 @@ def _without_self_dependence(
     return kept_ops, kept_dots
 
 
-def _shard_reductions(
-    flow: Dataflow, sinking: Sinking, members: set[int]
-) -> tuple[ShardReduction, ...]:
+def _shard_reductions(flow: Dataflow, sinking: Sinking, members: set[int]) -> tuple[ShardReduction, ...]:
     """The reductions over the gathered dim, each with its way from the gather; shared ways belong to the first."""
     replaced = members | set(sinking.reductions)
     absorbed: list[int] = []
@@ -275,9 +273,7 @@ def _shard_reductions(
         path = _leading_to(flow, sinking.ops, [o for o in flow.ops[index].inputs if isinstance(o, int)])
         own = tuple(block.op for block in path if block.op in absorbed)
         absorbed = [op for op in absorbed if op not in own]
-        found.append(
-            ShardReduction(op=index, collective=sinking.collective, path=tuple(path), absorbed=own)
-        )
+        found.append(ShardReduction(op=index, collective=sinking.collective, path=tuple(path), absorbed=own))
     return tuple(found)
 
 

@@ -133,5 +133,5 @@ def _take_in(
 
 
 def _place(flow: Dataflow, value: int, dim: int, part: Any, piece: Piece, results: dict[int, Any]) -> None:
-    whole = results[value] if value in results else blank(flow.avals[value])
+    whole = results[value] if value in results else blank(flow, value)
     results[value] = piece.place(whole, part, dim)

@@ -84,8 +84,6 @@ class Dataflow:
       outputs: the jaxpr's results.
       constants: values known when the jaxpr was made.
       differentiable: whether only what jax may differentiate is to be made of the graph.
-      custom: whether derivatives of its own were given to some equation that is inlined here: run as it is read,
-        the program has the right values, but may be differentiated only by way of the original.
     """
 
     ops: tuple[Op, ...]
@@ -94,7 +92,6 @@ class Dataflow:
     outputs: tuple[Operand, ...]
     constants: Mapping[int, Any]
     differentiable: bool = False
-    custom: bool = False
 
     @cached_property
     def producer(self) -> Mapping[int, int]:
@@ -102,11 +99,23 @@ class Dataflow:
         return {value: index for index, op in enumerate(self.ops) for value in op.outputs}
 
     @cached_property
+    def live(self) -> Mapping[int, Op]:
+        """The operations that have an effect or lead to a result, by number, in program order."""
+        wanted = {operand for operand in self.outputs if isinstance(operand, int)}
+        live: dict[int, Op] = {}
+        for index in range(len(self.ops) - 1, -1, -1):
+            op = self.ops[index]
+            if shims.has_effects(op.eqn) or any(value in wanted for value in op.outputs):
+                live[index] = op
+                wanted.update(operand for operand in op.inputs if isinstance(operand, int))
+        return dict(reversed(live.items()))
+
+    @cached_property
     def users(self) -> tuple[tuple[int, ...], ...]:
-        """The operations that read each value, once per operand; -1 for a result of the jaxpr."""
+        """The live operations that read each value, once per operand; -1 for a result of the jaxpr."""
         users: list[list[int]] = [[] for _ in self.avals]
-        for index, op in enumerate(self.ops):
-            for operand in op.inputs:
+        for index in self.live:
+            for operand in self.ops[index].inputs:
                 if isinstance(operand, int):
                     users[operand].append(index)
         for operand in self.outputs:
@@ -115,21 +124,21 @@ class Dataflow:
         return tuple(map(tuple, users))
 
     def graph(self) -> nx.DiGraph[int]:
-        """Operations as nodes (attribute ``op``), an edge from each producer to each user of its values.
+        """Live operations as nodes (attribute ``op``), an edge from each producer to each user of its values.
 
         Equations with effects are joined in program order, so that any topological order of the graph
         is an order in which the program may run.
         """
         graph: nx.DiGraph[int] = nx.DiGraph()
-        graph.add_nodes_from((index, {"op": op}) for index, op in enumerate(self.ops))
+        graph.add_nodes_from((index, {"op": op}) for index, op in self.live.items())
         producer = self.producer
         graph.add_edges_from(
             (producer[operand], index)
-            for index, op in enumerate(self.ops)
+            for index, op in self.live.items()
             for operand in op.inputs
             if isinstance(operand, int) and operand in producer
         )
-        effectful = [index for index, op in enumerate(self.ops) if shims.has_effects(op.eqn)]
+        effectful = [index for index, op in self.live.items() if shims.has_effects(op.eqn)]
         graph.add_edges_from(zip(effectful, effectful[1:], strict=False))
         return graph
 
@@ -167,7 +176,6 @@ class _Reader:
 
     def __init__(self, differentiable: bool) -> None:
         self.differentiable = differentiable
-        self.custom = False
         self.ops: list[Op] = []
         self.avals: list[Any] = []
         self.constants: dict[int, Any] = {}
@@ -184,8 +192,7 @@ class _Reader:
             inputs,
             outputs,
             self.constants,
-            differentiable=self.differentiable,
-            custom=self.custom,
+            self.differentiable,
         )
 
     def _value(self, aval: Any) -> int:
@@ -231,7 +238,6 @@ class _Reader:
                     inner_scope = shims.call_scope(eqn, scope)
                     results = self._inline(inner, inner_consts, operands, inner_scope, leading)
                     env.update(zip(eqn.outvars, results, strict=True))
-                    self.custom |= eqn.primitive.name in _CUSTOM
                     continue
             outputs = tuple(self._value(var.aval) for var in eqn.outvars)
             if eqn.primitive.name in _SPREADING or (tainted and is_blockwise(eqn.primitive.name)):

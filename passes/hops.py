@@ -43,7 +43,9 @@ def _place(collective: Collective) -> Any:
     size = collective.axis_size
     stride = collective.groups[0][1] - collective.groups[0][0] if size > 1 else 1
     regular = stride > 0 and all(
-        (device // stride) % size == place for group in collective.groups for place, device in enumerate(group)
+        (device // stride) % size == place
+        for group in collective.groups
+        for place, device in enumerate(group)
     )
     if regular:
         return lax.rem(lax.div(index, jnp.int32(stride)), jnp.int32(size))

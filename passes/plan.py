@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,6 @@ from jax.extend import core as jex_core
 
 from cost_model import Hardware
 from passes import shims
-from passes.chains import reductions
 from passes.decide import Decision, Policy, Unit, decide, program_order
 from passes.graph import Dataflow, Op, dataflow
 from passes.match import match_dataflow
@@ -62,26 +61,12 @@ class Plan:
     def changes(self) -> bool:
         """Whether anything is rewritten, here or in a body."""
         here = any(decision.rewritten for decision in self.decisions)
-        return here or any(body.changes for body in self._bodies())
-
-    @cached_property
-    def custom(self) -> bool:
-        """Whether what is made of it must be differentiated by way of the original; see ``Dataflow.custom``."""
-        rings = [d.ring for d in self.decisions if d.rewritten and d.ring is not None]
-        maxima = any(
-            self.flow.ops[reduction.op].name != "reduce_sum"
-            for ring in rings
-            for reduction in reductions(ring.chain)
+        return here or any(
+            b.changes for bodies in self.bodies.values() for plans in bodies.values() for b in plans
         )
-        return maxima or (self.flow.custom and bool(rings)) or any(body.custom for body in self._bodies())
-
-    def _bodies(self) -> list[Plan]:
-        return [body for params in self.bodies.values() for plans in params.values() for body in plans]
 
 
-def make_plan(
-    jaxpr: Any, policy: Policy, hardware_of: HardwareOf, *, differentiable: bool = False
-) -> Plan:
+def make_plan(jaxpr: Any, policy: Policy, hardware_of: HardwareOf, *, differentiable: bool = False) -> Plan:
     """Plans the rewrite of a jaxpr and of all jaxprs inside it.
 
     Args:
@@ -90,7 +75,7 @@ def make_plan(
       hardware_of: from the ``device_kind`` of the mesh that a collective runs on (None if not known) to hardware.
       differentiable: plan only what jax may differentiate: custom derivatives are kept.
     """
-    return _Planner(policy, hardware_of, differentiable).plan(jaxpr, "", replaceable=True)
+    return _Planner(policy, hardware_of, differentiable).plan(jaxpr, "", None, replaceable=True)
 
 
 def sites(plan: Plan) -> tuple[Site, ...]:
@@ -151,50 +136,69 @@ class _Planner:
         self.differentiable = differentiable
         self.policy = policy
         self.hardware_of = hardware_of
-        self.plans: dict[tuple[int, bool], Plan] = {}
+        self.plans: dict[tuple[int, frozenset[int] | None, bool], Plan] = {}
 
-    def plan(self, jaxpr: Any, path: str, *, replaceable: bool) -> Plan:
-        key = (id(shims.open_jaxpr(jaxpr)[0]), replaceable)
+    def plan(self, jaxpr: Any, path: str, steady: frozenset[int] | None, *, replaceable: bool) -> Plan:
+        """The plan of one jaxpr.
+
+        Args:
+          jaxpr: the jaxpr.
+          path: the calls it is in.
+          steady: positions of the arguments that are the same in every iteration of the loop around it; None if it
+            is in no loop.
+          replaceable: whether it can be replaced in the program.
+        """
+        key = (id(shims.open_jaxpr(jaxpr)[0]), steady, replaceable)
         if key not in self.plans:
-            self.plans[key] = self._plan(jaxpr, path, replaceable)
+            self.plans[key] = self._plan(jaxpr, path, steady, replaceable)
         return self.plans[key]
 
-    def _plan(self, jaxpr: Any, path: str, replaceable: bool) -> Plan:
+    def _plan(self, jaxpr: Any, path: str, steady: frozenset[int] | None, replaceable: bool) -> Plan:
         flow = dataflow(jaxpr, differentiable=self.differentiable)
         bodies: dict[int, dict[str, tuple[Plan, ...]]] = {}
         opaque: dict[int, tuple[Plan, ...]] = {}
+        same = _steady_values(flow, steady)
         for index, op in enumerate(flow.ops):
-            inner = self._bodies(op, path, replaceable)
+            inner = self._bodies(op, path, same, replaceable)
             if not inner:
                 continue
             if replaceable and op.name in BODIES and all(map(_retraceable, _jaxprs(op))):
                 bodies[index] = inner
             else:
-                inner = self._bodies(op, path, replaceable=False)
+                inner = self._bodies(op, path, same, replaceable=False)
                 opaque[index] = tuple(p for plans in inner.values() for p in plans)
-        decisions = self._decide(flow, path, replaceable)
+        decisions = self._decide(flow, path, same, replaceable)
         order: tuple[int | Unit, ...] = ()
         if any(decision.rewritten for decision in decisions):
             decisions, order = program_order(flow, decisions)
         if not any(decision.rewritten for decision in decisions):
-            order = tuple(range(len(flow.ops)))
+            order = tuple(flow.live)
         return Plan(flow, path, decisions, order, bodies, opaque)
 
-    def _bodies(self, op: Op, path: str, replaceable: bool) -> dict[str, tuple[Plan, ...]]:
+    def _bodies(
+        self, op: Op, path: str, same: Set[int] | None, replaceable: bool
+    ) -> dict[str, tuple[Plan, ...]]:
         name = f"{path}/{op.name}".lstrip("/")
         held = BODIES.get(op.name) if replaceable else None
         if held is None:
             held = tuple(op.params) if any(_jaxprs(op)) else ()
         return {
             param: tuple(
-                self.plan(j, name, replaceable=replaceable and op.name in BODIES)
+                self.plan(
+                    j,
+                    name,
+                    _steady_arguments(op, param, j, same),
+                    replaceable=replaceable and op.name in BODIES,
+                )
                 for j in _as_jaxprs(op.params[param])
             )
             for param in held
             if any(True for _ in _as_jaxprs(op.params[param]))
         }
 
-    def _decide(self, flow: Dataflow, path: str, replaceable: bool) -> tuple[Decision, ...]:
+    def _decide(
+        self, flow: Dataflow, path: str, same: Set[int] | None, replaceable: bool
+    ) -> tuple[Decision, ...]:
         matches = match_dataflow(flow)
         if not matches:
             return ()
@@ -204,7 +208,34 @@ class _Planner:
         result = flow.avals[flow.ops[matches[0].collective.op].outputs[0]]
         hardware = self.hardware_of(shims.device_kind(result))
         outline = Plan(flow, path, (), (), {}, {})
-        return decide(flow, matches, self.policy, hardware, lambda d: describe(outline, d))
+        repeated = {
+            match.collective.op
+            for match in matches
+            if same is not None and all(o in same for o in flow.ops[match.collective.op].inputs)
+        }
+        return decide(flow, matches, self.policy, hardware, lambda d: describe(outline, d), repeated)
+
+
+def _steady_values(flow: Dataflow, steady: frozenset[int] | None) -> Set[int] | None:
+    """The values of a jaxpr in a loop that are the same in every iteration; None if it is in no loop."""
+    if steady is None:
+        return None
+    same = {flow.inputs[position] for position in steady} | set(flow.constants)
+    for op in flow.ops:
+        if not shims.has_effects(op.eqn) and all(o in same for o in op.inputs if isinstance(o, int)):
+            same.update(op.outputs)
+    return same
+
+
+def _steady_arguments(op: Op, param: str, body: Any, same: Set[int] | None) -> frozenset[int] | None:
+    """The positions of those arguments of an operation's body that are the same in every iteration of a loop."""
+    if op.name in ("scan", "while"):
+        return frozenset(range(shims.loop_constants(op.eqn, param)))
+    if same is None:
+        return None
+    # The first operands of a conditional choose the branch; everywhere else operands and arguments correspond.
+    inputs = op.inputs[len(op.inputs) - len(shims.open_jaxpr(body)[0].invars) :]
+    return frozenset(i for i, o in enumerate(inputs) if not isinstance(o, int) or o in same)
 
 
 def _jaxprs(op: Op) -> list[Any]:
@@ -220,5 +251,3 @@ def _as_jaxprs(param: Any) -> Iterator[Any]:
 def _retraceable(jaxpr: Any) -> bool:
     """Whether a body can be traced again from its types alone: all its arguments are arrays."""
     return all(type(var.aval).__name__ == "ShapedArray" for var in shims.open_jaxpr(jaxpr)[0].invars)
-
-

@@ -19,6 +19,7 @@ class Code(StrEnum):
     NO_DOT = "no_dot"
     GATHERED_VALUE_ESCAPES = "gathered_value_escapes"
     PARTIAL_SUM_ESCAPES = "partial_sum_escapes"
+    LOOP_INVARIANT = "loop_invariant"
     DOT_TAKEN = "dot_taken"
     DEPENDS_ON_ITSELF = "depends_on_itself"
     UNSUPPORTED_COLLECTIVE = "unsupported_collective"
@@ -27,6 +28,7 @@ class Code(StrEnum):
     UNSUPPORTED_DTYPE = "unsupported_dtype"
     AXIS_SIZE_ONE = "axis_size_one"
     EMPTY = "empty"
+    UNUSED = "unused"
     EXPLICIT_SHARDING = "explicit_sharding"
     OPAQUE_CALL = "opaque_call"
 
@@ -42,6 +44,9 @@ _SENTENCES = {
     Code.NO_DOT: "No dot is reached through equations that act block by block.",
     Code.GATHERED_VALUE_ESCAPES: "The gathered value is needed whole, and by no dot.",
     Code.PARTIAL_SUM_ESCAPES: "A value between the dot and the collective is also used elsewhere.",
+    Code.LOOP_INVARIANT: (
+        "Its operand is the same in every iteration of the loop: do it once, before the loop, as compilers may too."
+    ),
     Code.DOT_TAKEN: "The dot that this collective belongs to is already part of another ring.",
     Code.DEPENDS_ON_ITSELF: "The dot's other operand depends on the gathered value itself.",
     Code.UNSUPPORTED_COLLECTIVE: "This form of the collective is not decomposed.",
@@ -50,6 +55,7 @@ _SENTENCES = {
     Code.UNSUPPORTED_DTYPE: "The collective's element type has no arithmetic that a ring could use.",
     Code.AXIS_SIZE_ONE: "The mesh axis has one device: nothing is communicated.",
     Code.EMPTY: "An array of the chain has no elements.",
+    Code.UNUSED: "Nothing uses its result; compilers drop it.",
     Code.EXPLICIT_SHARDING: "A value of the chain is also sharded over an axis of type Explicit.",
     Code.OPAQUE_CALL: "The collective is inside a call whose body cannot be replaced.",
 }

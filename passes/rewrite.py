@@ -27,29 +27,13 @@ class RewriteError(Exception):
     """
 
 
-def rewritten(plan: Plan, differentiable_plan: Callable[[], Plan]) -> Callable[..., list[Any]]:
+def rewritten(plan: Plan) -> Callable[..., list[Any]]:
     """The planned program as a function of the jaxpr's arguments, to be traced; returns the jaxpr's results.
 
-    Args:
-      plan: the plan.
-      differentiable_plan: makes the plan to be used in place of ``plan`` where the program is differentiated, if
-        ``plan`` has inlined functions that have a derivative of their own.
+    It may be differentiated as it is only if that was asked of the plan; see ``derivative.with_derivative_of``.
     """
     rewriter = _Rewriter()
-
-    def run(*arguments: Any) -> list[Any]:
-        return rewriter.run(plan, arguments)
-
-    if not plan.custom:
-        return run
-
-    def derivative(primals: Any, tangents: Any) -> Any:
-        other = differentiable_plan()
-        return jax.jvp(lambda *arguments: _Rewriter().run(other, arguments), primals, tangents)
-
-    guarded = jax.custom_jvp(run)
-    guarded.defjvp(derivative)
-    return lambda *arguments: guarded(*arguments)
+    return lambda *arguments: rewriter.run(plan, arguments)
 
 
 class _Rewriter:

@@ -16,14 +16,12 @@ from passes.hops import hop, place_after
 from passes.schedule import WHOLE, RingSchedule, divisions, parts
 
 _EXACT = frozenset(
-    "transpose reshape squeeze broadcast_in_dim convert_element_type neg pvary pcast dot_general".split()
+    "transpose reshape squeeze broadcast_in_dim convert_element_type neg pvary dot_general".split()
 )
 """Equations that only move elements or change their type: a wider dot may come through them unrounded."""
 
 
-def emit_scatter_ring(
-    flow: Dataflow, chain: DotReduceScatter, schedule: RingSchedule, read: Read
-) -> Any:
+def emit_scatter_ring(flow: Dataflow, chain: DotReduceScatter, schedule: RingSchedule, read: Read) -> Any:
     """Runs the chain as a ring and returns this device's shard of the result.
 
     The accumulator of the shard of device (i+P-1-s) mod P visits device i at step s and ends at its owner. While
@@ -66,7 +64,7 @@ def emit_scatter_exchange(flow: Dataflow, chain: DotReduceScatter, read: Read) -
     collective = chain.collective
     op, axis_size = flow.ops[collective.op], collective.axis_size
     (value,) = op.outputs
-    result = blank(flow.avals[value])
+    result = blank(flow, value)
     for distance in (*range(1, axis_size), 0):
         place = place_after(collective, -distance)
         block = _partial(flow, chain, Piece(place, WHOLE, axis_size), read, frozenset())
@@ -92,7 +90,9 @@ def _partial(
 def _widened(flow: Dataflow, chain: DotReduceScatter) -> frozenset[int]:
     """The operations that may give their results in the accumulator's dtype: all, if they round nothing else."""
     ops = [flow.ops[block.op] for block in chain.body]
-    floating = all(jnp.issubdtype(flow.avals[value].dtype, jnp.floating) for op in ops for value in op.outputs)
+    floating = all(
+        jnp.issubdtype(flow.avals[value].dtype, jnp.floating) for op in ops for value in op.outputs
+    )
     if floating and all(op.name in _EXACT for op in ops):
         return frozenset(block.op for block in chain.body)
     return frozenset()

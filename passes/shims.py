@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax import lax
 from jax._src import source_info_util
 from jax.extend import core as jex_core
 
@@ -84,9 +85,17 @@ def like(original: Any, closed: Any) -> Any:
     return closed.jaxpr
 
 
-def has_effects(eqn: JaxprEqn) -> bool:
+def loop_constants(eqn: JaxprEqn, body: str) -> int:
+    """How many of the first arguments of a loop's body (named by its parameter) are the same in every iteration."""
+    params = eqn.params
+    if eqn.primitive.name == "scan":
+        return int(params["num_consts"] if "num_consts" in params else len(params["ft_in"].unpack()[0]))
+    return int(params["cond_nconsts" if body == "cond_jaxpr" else "body_nconsts"])
+
+
+def has_effects(eqn_or_jaxpr: Any) -> bool:
     """Whether an equation must keep its place among others: naming a mesh axis is no such effect."""
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn_or_jaxpr.effects)
 
 
 def is_literal(atom: Any) -> bool:
@@ -119,6 +128,17 @@ class JitOptions:
     kwargs: Mapping[str, Any]
     static_argnums: tuple[int, ...]
     static_argnames: tuple[str, ...]
+
+
+def uninitialised(shape: tuple[int, ...], dtype: Any, *, differentiable: bool) -> Any:
+    """An array to be overwritten. Filling it with zeros costs real time, but sometimes must be.
+
+    Before jax 0.12 ``lax.empty`` gives a batched array under ``vmap`` whatever it is used for, and ``jax.jacfwd``
+    refuses a result that depends on one.
+    """
+    if differentiable and jax.__version_info__ < (0, 12):
+        return lax.full(shape, 0, dtype)
+    return lax.empty(shape, dtype)
 
 
 def is_jitted(fun: Callable[..., Any]) -> bool:

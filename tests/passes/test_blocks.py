@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -25,7 +26,7 @@ from passes.chains import BlockOp
 from passes.gather_match import call_of
 from passes.graph import Dataflow, Literal, Operand, dataflow
 from passes.schedule import WHOLE, Part
-from tests.passes import spmd
+from tests.passes import bodies, spmd
 
 RNG = np.random.default_rng(0)
 HALVES = (Part(Fraction(0), Fraction(1, 2), 1), Part(Fraction(1, 2), Fraction(1, 2), -1))
@@ -145,6 +146,10 @@ CASES: dict[str, list[Case]] = {
         of(lambda x, y: lax.concatenate([x, y], 1), X, floats(4, 2)),
         of(lambda x, y: lax.concatenate([x, y, x], 0), X, floats(2, 6)),
     ],
+    "stack": [of(lambda x, y: jnp.stack([x, y], 1), X, Y), of(lambda x, y: jnp.stack([x, y, x]), X, Y)],
+    "tile": [of(lambda x: jnp.tile(x, (1, 2)), X), of(lambda x: jnp.tile(x, (3, 1)), X)],
+    "all_gather": [of(lambda x: lax.all_gather(x, "x", tiled=True), SMALL[0])],
+    "reduce_scatter": [of(lambda x: lax.psum_scatter(x, "x", tiled=True), SMALL[0])],
     "rev": [of(lambda x: lax.rev(x, (1,)), CUBE), of(lambda x: lax.rev(x, (0, 2)), CUBE)],
     "sort": [
         of(lambda x: lax.sort(x, dimension=1), CUBE),
@@ -163,6 +168,10 @@ CASES: dict[str, list[Case]] = {
         of(lambda x, i: lax.dynamic_slice(x, (i, 0, i), (2, 6, 3)), CUBE, np.int32(1)),
     ],
 }
+
+
+IN_MESH = ("pvary", "all_gather", "reduce_scatter")
+"""Primitives of a mesh axis: their cases run on one of a single device, where they change no value."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,14 +196,19 @@ class Equation:
     def on_piece(self, dims: Blockwise, block: int, blocks: int, part: Part) -> list[Any]:
         """The results of the equation on one piece of its blocked operands, cut out of the whole."""
 
+        name = self.flow.ops[self.index].name
+
+        def read(operand: Operand) -> Any:
+            value = self.read(operand)
+            return lax.pcast(value, "x", to="varying") if name in IN_MESH and name != "pvary" else value
+
         def run(*_: Any) -> list[Any]:
             pieces: dict[int, Any] = {}
             piece = Piece(jnp.int32(block), part, blocks)
-            run_on_piece(self.flow, [BlockOp(self.index, dims)], pieces, piece, self.read)
+            run_on_piece(self.flow, [BlockOp(self.index, dims)], pieces, piece, read)
             return [pieces[value] for value in self.flow.ops[self.index].outputs]
 
-        in_a_mesh = self.flow.ops[self.index].name == "pvary"
-        return list(in_mesh(run, SMALL[0])) if in_a_mesh else run()
+        return list(in_mesh(run, SMALL[0])) if name in IN_MESH else run()
 
 
 def in_mesh(fun: Callable[..., Any], *args: Any) -> Any:
@@ -212,20 +226,18 @@ def in_mesh(fun: Callable[..., Any], *args: Any) -> Any:
 
 def equations(primitive: str) -> Iterator[Equation]:
     """The first equation of the primitive in each of its cases, evaluated by plain JAX."""
+    meshed = primitive in IN_MESH
     for case in CASES[primitive]:
-        if primitive == "pvary":
-            outer = jax.make_jaxpr(lambda *args, fun=case.fun: in_mesh(fun, *args))(*case.args)
-            flow = dataflow(next(eqn.params["jaxpr"] for eqn in outer.eqns if "jaxpr" in eqn.params))
-        else:
-            flow = dataflow(jax.make_jaxpr(case.fun)(*case.args))
+        fun = functools.partial(in_mesh, case.fun) if meshed else case.fun
+        jaxpr = jax.make_jaxpr(fun)(*case.args)
+        flow = dataflow(bodies.mapped_body(jaxpr) if meshed else jaxpr)
         names = [op.name for op in flow.ops]
         assert primitive in names, f"{primitive} is not among {names}"
         index = names.index(primitive)
         env: dict[int, Any] = {**flow.constants, **dict(zip(flow.inputs, case.args, strict=True))}
-        if primitive == "pvary":
-            (value,) = flow.ops[index].outputs
-            env[value] = case.args[0]
-        for op in flow.ops[: index + 1] if primitive != "pvary" else ():
+        if meshed:
+            env = dict.fromkeys(range(len(flow.avals)), case.args[0])
+        for op in () if meshed else flow.ops[: index + 1]:
             values = [o.val if isinstance(o, Literal) else env[o] for o in op.inputs]
             out = op.eqn.primitive.bind(*values, **op.eqn.primitive.get_bind_params(op.params))
             env.update(zip(op.outputs, out if op.eqn.primitive.multiple_results else [out], strict=True))
@@ -420,7 +432,7 @@ def test_reshape_keeps_the_blocks_of_just_the_dims_whose_blocks_stay_together(
             if size % blocks:
                 continue
             dims = blockwise("reshape", call, side, dim, blocks)
-            possible = commuting_dims(lambda a, other=other: a.reshape(other), shape, dim, blocks)
+            possible = commuting_dims(functools.partial(np.reshape, shape=other), shape, dim, blocks)
             if dims is None:
                 assert possible == []
             else:
@@ -443,7 +455,7 @@ def test_transpose_keeps_the_blocks_of_every_dim(case: Any, blocks: int) -> None
         if size % blocks == 0:
             dims = blockwise("transpose", call, 0, dim, blocks)
             assert dims is not None and dims.operand_dims == (dim,)
-            assert commuting_dims(lambda a, p=permutation: a.transpose(p), source, dim, blocks) == [
+            assert commuting_dims(functools.partial(np.transpose, axes=permutation), source, dim, blocks) == [
                 dims.result_dim
             ]
             assert blockwise("transpose", call, RESULT, dims.result_dim, blocks) == dims

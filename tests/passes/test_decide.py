@@ -100,7 +100,7 @@ def test_of_two_gathers_of_one_dot_the_one_of_larger_benefit_has_it(
 @pytest.mark.parametrize(("rows", "columns"), [(3, 2), (1, 7)])
 @pytest.mark.parametrize("axes", ["same", "different"])
 def test_two_gathers_of_one_dot_give_the_right_values(
-    axes: str, rows: int, columns: int, policy: str
+    axes: str, rows: int, columns: int, policy: Any
 ) -> None:
     if axes == "same":
         jitted = mapped(both_gathered, spmd.mesh_of(4), P("x"), P(None, "x"))

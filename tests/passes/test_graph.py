@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import networkx as nx
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from passes.graph import Dataflow, Literal, dataflow
 from tests.passes import bodies
@@ -121,21 +120,6 @@ def test_inlined_calls_compute_the_same_values() -> None:
     assert isinstance(gathered, int) and flow.ops[flow.producer[gathered]].name == "all_gather"
     assert isinstance(dot.inputs[0], int) and flow.ops[flow.producer[dot.inputs[0]]].name == "mul"
     assert "jit(activation)" in str(tanh.scope) and dot.scope is None
-
-
-def test_a_call_with_shardings_of_its_own_stays_a_call() -> None:
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-
-    def body(x: Any, w: Any) -> Any:
-        sharding = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec(None, "y"))
-        gathered = lax.all_gather(x, "x", axis=0, tiled=True)
-        return jax.jit(jnp.sin, out_shardings=sharding)(jax.jit(jnp.cos)(gathered)) @ w
-
-    specs = (PartitionSpec("x"), PartitionSpec())
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("x"), axis_names={"x"})
-    shapes = (jax.ShapeDtypeStruct((12, 6), jnp.float32), jax.ShapeDtypeStruct((6, 6), jnp.float32))
-    flow = dataflow(bodies.mapped_body(jax.make_jaxpr(mapped)(*shapes)))
-    assert "cos" in names(flow) and "sin" not in names(flow)
 
 
 def test_effects_keep_their_order_in_every_order_of_the_graph() -> None:

@@ -176,12 +176,14 @@ def test_gradient_of_a_chain_agrees_with_finite_differences_in_float64(check_vma
     def loss64(*a: Any) -> float:
         return float((np.stack(reference(*a)) * weights).sum())
 
-    got = jax.grad(
-        lambda *a: (outcome.overlapped(*a) * weights.astype(np.float32)).sum(), argnums=(0, 1, 2)
-    )(*F32)
+    got = jax.grad(lambda *a: (outcome.overlapped(*a) * weights.astype(np.float32)).sum(), argnums=(0, 1, 2))(
+        *F32
+    )
     for i, gradient in enumerate(got):
         direction = RNG.normal(size=gradient.shape)
-        moved = [[a + s * 1e-5 * direction if j == i else a for j, a in enumerate((X, W, V))] for s in (1, -1)]
+        moved = [
+            [a + s * 1e-5 * direction if j == i else a for j, a in enumerate((X, W, V))] for s in (1, -1)
+        ]
         slope = (loss64(*moved[0]) - loss64(*moved[1])) / 2e-5
         np.testing.assert_allclose((np.asarray(gradient, np.float64) * direction).sum(), slope, rtol=2e-4)
 
@@ -247,7 +249,9 @@ def test_name_scopes_and_source_lines_survive() -> None:
     text = spmd.run_both(body, F32).overlapped.lower(*F32).compile().as_text()
     dots = [line for line in text.splitlines() if " dot(" in line]
     permutes = [line for line in text.splitlines() if " collective-permute" in line]
-    assert dots and all("attention" in line and "test_nesting.py" not in line.split("metadata")[0] for line in dots)
+    assert dots and all(
+        "attention" in line and "test_nesting.py" not in line.split("metadata")[0] for line in dots
+    )
     assert permutes and all("attention" in line and "overlap_" in line for line in permutes)
     assert any("attention/sin" in line for line in text.splitlines())
 
@@ -262,3 +266,27 @@ def test_a_program_without_collectives_is_left_alone() -> None:
     x = RNG.normal(size=(3, 3))
     np.testing.assert_allclose(f(x), np.sin(x) @ x.T, rtol=1e-5)
     assert f.explain(x).sites == ()
+
+
+@pytest.mark.parametrize("loop", ["scan", "while"])
+@pytest.mark.parametrize("remat", [True, False])
+def test_a_gather_of_the_same_value_in_every_iteration_is_reported_and_left_to_be_hoisted(
+    loop: str, remat: bool
+) -> None:
+    def body(x: Any, w: Any, v: Any) -> Any:
+        def step(c: Any) -> Any:
+            same = lax.all_gather(w * 2, "x", axis=1, tiled=True)
+            other = lax.all_gather(c, "x", axis=0, tiled=True)
+            return jnp.tanh(c @ same)[:, :5] + (other @ w)[:3, :5]
+
+        step = jax.checkpoint(step) if remat else step
+        if loop == "scan":
+            return lax.scan(lambda c, _: (step(c), None), x, length=2)[0]
+        return lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, step(s[1])), (0, x))[1]
+
+    for policy, rewritten, reason in (("auto", False, "loop_invariant"), ("always", True, "policy_always")):
+        outcome = spmd.run_both(body, F32, policy=policy)
+        same, other = outcome.report.sites
+        assert (same.rewritten, same.reason) == (rewritten, reason)
+        assert "same in every iteration" in same.sentence and "every iteration" not in other.sentence
+        np.testing.assert_allclose(outcome.rewritten, outcome.original, atol=1e-5)

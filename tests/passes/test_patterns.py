@@ -93,7 +93,9 @@ def test_a_psum_without_a_dot_is_kept() -> None:
 @VMA
 @pytest.mark.parametrize("tiled", [True, False])
 @pytest.mark.parametrize(("split", "concat"), [(0, 0), (0, 1), (1, 0), (1, 2), (2, 1), (2, 2)])
-def test_all_to_all_before_a_dot_is_an_exchange(split: int, concat: int, tiled: bool, check_vma: bool) -> None:
+def test_all_to_all_before_a_dot_is_an_exchange(
+    split: int, concat: int, tiled: bool, check_vma: bool
+) -> None:
     shape = [3, 2, 5]
     shape[split] = 4 * (shape[split] if tiled else 1)
     (x,) = stacked(tuple(shape))
@@ -197,9 +199,7 @@ def test_an_axis_of_one_device_is_looked_through(check_vma: bool) -> None:
         return lax.all_gather(x, "one", axis=0, tiled=True) @ w
 
     jitted = jax.jit(
-        jax.shard_map(
-            body, mesh=mesh, in_specs=(P(("one", "x")), P()), out_specs=P("one"), check_vma=False
-        )
+        jax.shard_map(body, mesh=mesh, in_specs=(P(("one", "x")), P()), out_specs=P("one"), check_vma=False)
     )
     overlapped = overlap.overlap_collectives(jitted, policy="always", strict=True)
     assert [(s.axis, s.reason) for s in overlapped.explain(x, w).sites] == [
@@ -243,7 +243,9 @@ def test_a_norm_over_the_gathered_dim_is_one_chain_with_its_dot(
     assert site.kind == "all_gather_dot" and site.rewritten
     rounded = np.asarray(jnp.asarray(x, jnp.bfloat16 if cast else jnp.float32), np.float64)
     gathered = spmd.all_gather(list(rounded), 1)
-    spmd.assert_as_good(outcome, [norm(g, scale, np) @ b for g, b in zip(gathered, w.astype(np.float64), strict=True)])
+    spmd.assert_as_good(
+        outcome, [norm(g, scale, np) @ b for g, b in zip(gathered, w.astype(np.float64), strict=True)]
+    )
     text = outcome.overlapped.lower(x, w).as_text()
     assert "all_gather" not in text and "all_reduce" in text
 
@@ -262,7 +264,9 @@ def test_a_softmax_over_the_gathered_dim_is_one_chain_with_its_dot(check_vma: bo
     outcome = spmd.run_both(body, (x, w), check_vma=check_vma)
     assert outcome.report.sites[0].rewritten
     gathered = spmd.all_gather(list(x.astype(np.float64)), 1)
-    spmd.assert_as_good(outcome, [softmax(g, np) @ b for g, b in zip(gathered, w.astype(np.float64), strict=True)])
+    spmd.assert_as_good(
+        outcome, [softmax(g, np) @ b for g, b in zip(gathered, w.astype(np.float64), strict=True)]
+    )
 
     def gradient(f: Any) -> Any:
         return jax.grad(lambda *a: (f(*a) ** 2).sum(), argnums=(0, 1))(x, w)
@@ -272,7 +276,9 @@ def test_a_softmax_over_the_gathered_dim_is_one_chain_with_its_dot(check_vma: bo
 
 
 @VMA
-def test_custom_derivatives_between_gather_and_scatter_are_kept_under_differentiation(check_vma: bool) -> None:
+def test_custom_derivatives_between_gather_and_scatter_are_kept_under_differentiation(
+    check_vma: bool,
+) -> None:
     x, w, v = stacked((2, 5), (5, 6), (6, 5))
 
     @jax.custom_jvp
@@ -323,3 +329,78 @@ def test_gradients_of_every_pattern(check_vma: bool) -> None:
     for got in (gradient(outcome.overlapped)(x, w, v), inside(x, w, v)):
         for g, e in zip(got, wanted, strict=True):
             np.testing.assert_allclose(g, e, rtol=1e-4, atol=1e-4 * np.abs(e).max())
+
+
+@VMA
+def test_hessians_and_linearizations_go_through_the_rule(check_vma: bool) -> None:
+    x, w, v = stacked((2, 3), (3, 4), (4, 3))
+
+    def body(x: Any, w: Any, v: Any) -> Any:
+        h = jax.nn.softplus(lax.all_gather(x, "x", axis=0, tiled=True) @ w)
+        return lax.psum_scatter(h @ v, "x", tiled=True) + lax.psum(h @ v, "x")[:2]
+
+    outcome = spmd.run_both(body, (x, w, v), check_vma=check_vma)
+    for transform in (
+        lambda f: jax.hessian(lambda x: (f(x, w, v) ** 2).sum())(x),
+        lambda f: jax.jacrev(lambda x: f(x, w, v))(x),
+        lambda f: jax.jacfwd(lambda x: f(x, w, v))(x),
+        lambda f: jax.linearize(lambda x: f(x, w, v), x)[1](x),
+        lambda f: jax.vmap(jax.grad(lambda x: (f(x, w, v) ** 2).sum()))(np.stack([x, 2 * x])),
+        lambda f: jax.grad(lambda x: (jax.vmap(lambda x: f(x, w, v))(x) ** 2).sum())(np.stack([x, 2 * x])),
+        lambda f: jax.grad(jax.checkpoint(lambda x: (f(jnp.sin(f(x, w, v)), w, v) ** 2).sum()))(x),
+        lambda f: jax.grad(lambda x: lax.scan(lambda c, _: (f(c, w, v), None), x, length=2)[0].sum())(x),
+    ):
+        wanted = transform(outcome.jitted)
+        np.testing.assert_allclose(transform(outcome.overlapped), wanted, atol=2e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("pattern", ["tensor", "fsdp", "megatron", "scan"])
+def test_the_gradient_of_a_decorated_function_is_rings_and_keeps_no_more_residuals(pattern: str, dtype: str) -> None:
+    """Against the decorated gradient; kind of figure: the compiler's own account of temporary memory."""
+    layers, tokens, width, hidden = 3, 256, 128, 512
+
+    def tensor(x: Any, w: Any, v: Any) -> Any:
+        h = jax.nn.silu(lax.all_gather(x, "x", axis=0, tiled=True) @ w)
+        return lax.psum_scatter(h @ v, "x", scatter_dimension=0, tiled=True)
+
+    def fsdp(x: Any, w: Any, v: Any) -> Any:
+        h = jax.nn.silu(x @ lax.all_gather(w, "x", axis=0, tiled=True))
+        return h @ lax.all_gather(v, "x", axis=0, tiled=True)
+
+    def megatron(x: Any, w: Any, v: Any) -> Any:
+        return lax.psum(jax.nn.silu(x @ w) @ v, "x")
+
+    def scan(x: Any, w: Any, v: Any) -> Any:
+        return lax.scan(lambda c, wv: (c + tensor(c, *wv), None), x, (w, v))[0]
+
+    body, specs, out = {
+        "tensor": (tensor, (P("x"), P(None, "x"), P("x")), P("x")),
+        "fsdp": (fsdp, (P("x"), P("x"), P("x")), P("x")),
+        "megatron": (megatron, (P(), P(None, "x"), P("x")), P()),
+        "scan": (scan, (P("x"), P(None, None, "x"), P(None, "x")), P("x")),
+    }[pattern]
+    shapes = [(tokens, width), (width, hidden), (hidden, width)]
+    if pattern == "scan":
+        shapes[1:] = [(layers, *shape) for shape in shapes[1:]]
+    mesh = spmd.mesh_of(4)
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=jax.NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    f = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out))
+
+    def gradient(f: Any) -> Any:
+        return jax.jit(jax.grad(lambda *a: (f(*a).astype(jnp.float32) ** 2).sum(), argnums=(0, 1, 2)))
+
+    def decorated(f: Any) -> Any:
+        return overlap.overlap_collectives(f, policy="always", strict=True)
+
+    inside = gradient(decorated(f)).lower(*arguments).compile()
+    outside = decorated(gradient(f)).lower(*arguments).compile()
+    kept, wanted = (c.memory_analysis().temp_size_in_bytes for c in (inside, outside))
+    assert kept <= 1.1 * wanted
+    rings = [c.as_text().count(" collective-permute(") for c in (inside, outside)]
+    assert rings[0] == rings[1] > 0
+    forward = decorated(f).lower(*arguments).compile().as_text().count(" collective-permute(")
+    assert rings[0] > forward

@@ -44,9 +44,7 @@ def dots(draw: Any) -> Dot:
     lhs = "".join(draw(st.permutations(batch + lhs_free + contracting)))
     rhs = "".join(draw(st.permutations(batch + rhs_free + contracting)))
     used = batch + lhs_free + rhs_free + contracting
-    return Dot(
-        lhs, rhs, batch + lhs_free + rhs_free, {name: draw(st.integers(1, 3)) for name in used}
-    )
+    return Dot(lhs, rhs, batch + lhs_free + rhs_free, {name: draw(st.integers(1, 3)) for name in used})
 
 
 @st.composite
@@ -54,7 +52,9 @@ def gather_cases(draw: Any) -> tuple[Dot, int, int, int, bool, str, tuple[str, .
     dot = draw(dots())
     side = draw(st.integers(0, 1))
     dim = draw(st.integers(0, len((dot.lhs, dot.rhs)[side]) - 1))
-    steps = draw(st.lists(st.sampled_from(["tanh", "scale", "neg", "swap", "shift"]), max_size=3, unique=True))
+    steps = draw(
+        st.lists(st.sampled_from(["tanh", "scale", "neg", "swap", "shift"]), max_size=3, unique=True)
+    )
     return (
         dot,
         side,
@@ -177,5 +177,3 @@ def test_any_scattered_dim_gives_the_result_of_the_reduce_scatter(
         assert np.abs(rewritten - exact).mean() <= max(1.1 * np.abs(original - exact).mean(), half_unit)
     else:
         spmd.assert_as_good(outcome, spmd.psum_scatter(partials, dim, tiled=tiled))
-
-

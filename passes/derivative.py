@@ -1,0 +1,180 @@
+"""Derivatives of a rewritten program: those of the original, rewritten in their turn.
+
+Left to itself jax would differentiate the rings: right, but a transposed ring is not the ring that one would write.
+So the rewritten program carries a rule. Forward it runs the original's linearization, rewritten, which also gives
+the residuals; what is linear in the tangents is one equation, whose transpose is the original's backward pass,
+rewritten. Both modes, ``vmap``, and derivatives of derivatives work, since every function in the rule is itself one
+that jax can differentiate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core as jex_core
+from jax.interpreters import ad, batching, mlir
+
+Function = Callable[..., list[Any]]
+
+
+def with_derivative_of(jaxpr: Any, run: Function, rewrite: Callable[[Any], Function]) -> Function:
+    """``run`` with the derivative of the program that it stands for.
+
+    Args:
+      jaxpr: the original program, closed.
+      run: the rewritten program, of the same arguments and results.
+      rewrite: rewrites another closed jaxpr into a function that jax may differentiate.
+    """
+    original = jex_core.jaxpr_as_fun(jaxpr)
+    smooth = [_is_smooth(aval) for aval in jaxpr.out_avals]
+
+    def along(active: Sequence[bool], primals: Sequence[Any]) -> tuple[Function, list[Any]]:
+        """The program as a function of its active arguments: its smooth results, and beside them the others."""
+
+        def f(*moved: Any) -> tuple[list[Any], list[Any]]:
+            results = original(*_merged(active, moved, primals))
+            return _where(smooth, results), _where([not s for s in smooth], results)
+
+        return f, _where(active, primals)
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        active = [
+            _is_smooth(aval) and not isinstance(tangent, SymbolicZero)
+            for aval, tangent in zip(jaxpr.in_avals, tangents, strict=True)
+        ]
+        structure: list[Any] = []
+
+        def forward(*primals: Any) -> list[Any]:
+            f, at = along(active, primals)
+            results, backward, others = jax.vjp(f, *at, has_aux=True)
+            residuals, tree = jax.tree.flatten(backward)
+            structure[:] = [tree, len(results), len(others)]
+            return [*results, *others, *residuals]
+
+        forward_jaxpr = jax.make_jaxpr(forward)(*primals)
+        tree, n_results, n_others = structure
+        values = rewrite(forward_jaxpr)(*primals)
+        results, others = values[:n_results], values[n_results : n_results + n_others]
+        residuals = values[n_results + n_others :]
+
+        def push(residuals: list[Any], primals: list[Any], tangents: list[Any]) -> list[Any]:
+            f, at = along(active, primals)
+            return jax.jvp(lambda *moved: f(*moved)[0], at, tangents)[1]  # type: ignore[no-any-return]
+
+        def pull(residuals: list[Any], primals: list[Any], cotangents: list[Any]) -> list[Any]:
+            def backward(*both: Any) -> list[Any]:
+                return list(jax.tree.unflatten(tree, both[: len(residuals)])(list(both[len(residuals) :])))
+
+            return rewrite(jax.make_jaxpr(backward)(*residuals, *cotangents))(*residuals, *cotangents)
+
+        moved = _where(active, tangents)
+        pushed = _linear(push, pull, residuals, list(primals), moved, list(map(jax.typeof, results)))
+        zeros = [np.zeros(np.shape(other), jax.dtypes.float0) for other in others]
+        return _shuffled(smooth, results, others), _shuffled(smooth, pushed, zeros)
+
+    guarded = jax.custom_jvp(lambda *arguments: run(*arguments))
+    guarded.defjvp(derivative, symbolic_zeros=True)
+    return lambda *arguments: guarded(*arguments)
+
+
+def _is_smooth(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def _where(mask: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+    return [value for value, keep in zip(values, mask, strict=True) if keep]
+
+
+def _merged(mask: Sequence[bool], chosen: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """The values, with the chosen ones in place of those under the mask."""
+    replacement = iter(chosen)
+    return [next(replacement) if keep else value for keep, value in zip(mask, values, strict=True)]
+
+
+def _shuffled(mask: Sequence[bool], chosen: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    """The two lists as one: the chosen ones under the mask, the others elsewhere."""
+    first, second = iter(chosen), iter(others)
+    return [next(first if keep else second) for keep in mask]
+
+
+# One equation: a function of residuals, primals and tangents, linear in the tangents, with a transpose of its own.
+
+Map = Callable[[list[Any], list[Any], list[Any]], list[Any]]
+
+_linear_p = jex_core.Primitive("overlap_linear")
+_linear_p.multiple_results = True
+
+
+def _linear(
+    push: Map, pull: Map, residuals: list[Any], primals: list[Any], tangents: list[Any], types: list[Any]
+) -> list[Any]:
+    counts = (len(residuals), len(primals))
+    operands = (*residuals, *primals, *tangents)
+    return _linear_p.bind(*operands, push=push, pull=pull, counts=counts, types=tuple(types))  # type: ignore[no-any-return]
+
+
+def _split(values: Sequence[Any], counts: tuple[int, int]) -> tuple[list[Any], list[Any], list[Any]]:
+    first, second = counts[0], sum(counts)
+    return list(values[:first]), list(values[first:second]), list(values[second:])
+
+
+def _apply(*values: Any, push: Map, counts: tuple[int, int], **_: Any) -> list[Any]:
+    return push(*_split(values, counts))
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
+    full = [ad.instantiate_zeros(tangent) for tangent in tangents]
+    start = sum(params["counts"])
+    if all(isinstance(tangent, ad.Zero) for tangent in tangents[:start]):
+        return _linear_p.bind(*primals, **params), _linear_p.bind(*primals[:start], *full[start:], **params)
+    return jax.jvp(partial(_apply, **params), primals, full)  # type: ignore[no-any-return]
+
+
+def _transpose(
+    cotangents: Sequence[Any],
+    *values: Any,
+    pull: Map,
+    counts: tuple[int, int],
+    types: Sequence[Any],
+    **_: Any,
+) -> list[Any]:
+    residuals, primals, tangents = _split(values, counts)
+    full = [
+        jnp.zeros(aval.shape, aval.dtype) if isinstance(cotangent, ad.Zero) else cotangent
+        for cotangent, aval in zip(cotangents, types, strict=True)
+    ]
+    pulled = zip(pull(residuals, primals, full), tangents, strict=True)
+    return [None] * sum(counts) + [ct if ad.is_undefined_primal(t) else None for ct, t in pulled]
+
+
+def _batch(values: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[list[Any], list[int]]:
+    axes = [dim if isinstance(dim, int) else None for dim in dims]
+    size = next(value.shape[axis] for value, axis in zip(values, axes, strict=True) if axis is not None)
+    fixed_axes = tuple(_split(axes, params["counts"])[:2])
+
+    def batched(function: Map) -> Map:
+        return jax.vmap(function, in_axes=(*fixed_axes, 0), axis_size=size)  # type: ignore[no-any-return]
+
+    residuals, primals, tangents = _split(values, params["counts"])
+    tangents = [
+        jnp.broadcast_to(tangent, (size, *tangent.shape)) if axis is None else jnp.moveaxis(tangent, axis, 0)
+        for tangent, axis in zip(tangents, _split(axes, params["counts"])[2], strict=True)
+    ]
+    push, pull = batched(params["push"]), batched(params["pull"])
+    types = jax.make_jaxpr(push)(residuals, primals, tangents).out_avals
+    results = _linear(push, pull, residuals, primals, tangents, list(types))
+    return results, [0] * len(results)
+
+
+_linear_p.def_impl(lambda *values, **params: jax.jit(partial(_apply, **params))(*values))
+_linear_p.def_abstract_eval(lambda *_, types, **__: list(types))
+mlir.register_lowering(_linear_p, mlir.lower_fun(_apply, multiple_results=True))
+ad.primitive_jvps[_linear_p] = _jvp
+ad.primitive_transposes[_linear_p] = _transpose
+batching.primitive_batchers[_linear_p] = _batch
