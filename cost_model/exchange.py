@@ -45,9 +45,9 @@ def exchange_estimate(
 def exchange_s(block_bytes: float, axis_size: int, hardware: Hardware, *, distance: int) -> float:
     """Seconds in which every device sends a block to the device ``distance`` places further along its axis.
 
-    On a torus a block takes the shorter way round, min(d, P-d) links, and so many blocks share each link. Without
-    wraparound the d last devices reach the first ones across P-d links the other way, with the same number
-    of blocks on a link. Behind a switch every distance is one hop.
+    On a torus a block takes the shorter way round, min(d, P-d) links, and so many blocks share each link.
+    Without wraparound the d last devices reach the first ones across P-d links the other way, with the same
+    number of blocks on a link. Behind a switch every distance is one hop.
     """
     if hardware.network == "switch":
         return hop_s(block_bytes, hardware, distance=min(distance, 1))

@@ -119,7 +119,7 @@ def _varying(value: Any) -> frozenset[str]:
 
 
 def _alike(operands: list[Any]) -> list[Any]:
-    """The operands with equal varying types: pieces vary over the axis even where the whole value does not."""
+    """The operands with equal varying types: pieces vary over the axis even if the whole does not."""
     axes = frozenset().union(*map(_varying, operands))
     return [as_varying(operand, axes) for operand in operands]
 
@@ -138,5 +138,5 @@ def blank(flow: Dataflow, value: int) -> Any:
 
 
 def tie(*values: Any) -> tuple[Any, ...]:
-    """Makes each of the values wait for all of them, which keeps a hop beside the matmul it should overlap."""
+    """Makes each of the values wait for all of them, which keeps a hop beside the matmul to overlap."""
     return tuple(lax.optimization_barrier(values))

@@ -155,7 +155,7 @@ def _removed(dims_name: str) -> Dims:
 
 
 def _aside_of(dim_name: str) -> Dims:
-    """The rule of an equation that keeps every dim and works along the one (or ones) that a parameter names."""
+    """The rule of an equation that keeps every dim and works along those that a parameter names."""
 
     def rule(call: Call, side: int, dim: int, blocks: int) -> Blockwise | None:
         own = call.params[dim_name]
@@ -206,27 +206,24 @@ def _result_size(name: str) -> Resize:
     return lambda call, dims, share: {name: _scaled(call.params[name], dims.result_dim, share)}
 
 
-_ELEMENTWISE = """
-abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp complex
-conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter
-not or polygamma population_count pow pvary real reduce_precision regularized_incomplete_beta rem round
-rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square sub tan tanh
-xor
-""".split()
+_REDUCING = """
+reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin
+"""
+_ELEMENTWISE = (
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp "
+    "complex conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor "
+    "ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne "
+    "neg nextafter not or polygamma population_count pow pvary real reduce_precision "
+    "regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "shift_right_logical sign sin sinh sqrt square sub tan tanh xor "
+)
 
 LONE = ("all_gather", "reduce_scatter")
 """Collectives with a rule: among one device they do nothing."""
 
 _RULES.update({name: _Rule(_lone) for name in LONE})
-_RULES.update({name: _Rule(_elementwise) for name in _ELEMENTWISE})
-_RULES.update(
-    {
-        name: _Rule(_removed("axes"))
-        for name in ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or")
-        + ("reduce_xor", "argmax", "argmin")
-    }
-)
+_RULES.update({name: _Rule(_elementwise) for name in _ELEMENTWISE.split()})
+_RULES.update({name: _Rule(_removed("axes")) for name in _REDUCING.split()})
 _RULES.update(
     {
         name: _Rule(_aside_of("axis"))

@@ -49,8 +49,8 @@ class ShardReduction:
 class AllGatherDot:
     """``all_gather → … → dot_general``: one gather with every dot that its ring feeds.
 
-    An all_to_all whose result is multiplied is such a chain too (each block comes straight from its owner), and so is
-    the second half of a psum.
+    An all_to_all whose result is multiplied is such a chain too (each block comes straight from its owner),
+    and so is the second half of a psum.
 
     Attributes:
       collective: the all_gather, all_to_all or psum.
@@ -87,11 +87,12 @@ class AllGatherDot:
 class DotReduceScatter:
     """``dot_general → … → reduce_scatter``: one reduce_scatter with the dots that make its partial sums.
 
-    A dot whose result goes into an all_to_all is such a chain too (nothing is summed), and so is the first half of
-    a psum.
+    A dot whose result goes into an all_to_all is such a chain too (nothing is summed), and so is the first
+    half of a psum.
 
     Attributes:
-      collective: the reduce_scatter, all_to_all or psum; its ``dim`` is the one that the operand is cut along.
+      collective: the reduce_scatter, all_to_all or psum; its ``dim`` is the one that the operand is cut
+        along.
       blocked: the dim along which each value of the chain is cut into one block per device.
       body: the operations between the dots and the collective, dots included, in program order.
       dots: the dots, in program order.

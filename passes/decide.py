@@ -67,17 +67,18 @@ def decide(
 ) -> tuple[Decision, ...]:
     """Decides each match, in program order.
 
-    Chains that share a dot compete: the one with the larger predicted benefit has it, and the others are priced
-    again without it. The outcome depends on the program, the policy and the hardware's numbers alone, so every
-    process of a job decides alike.
+    Chains that share a dot compete: the one with the larger predicted benefit has it, and the others are
+    priced again without it. The outcome depends on the program, the policy and the hardware's numbers alone,
+    so every process of a job decides alike.
 
     Args:
       flow: the dataflow graph of the matches.
       policy: see ``overlap_collectives``.
       hardware: None if unknown.
       describe: makes the site that a callable policy is asked about.
-      loop_invariant: numbers of the collectives whose operand is the same in every iteration of a loop. Unless the
-        policy says otherwise they stay, since a compiler can move them out of the loop, and a ring it cannot.
+      loop_invariant: numbers of the collectives whose operand is the same in every iteration of a loop.
+        Unless the policy says otherwise they stay, since a compiler can move them out of the loop, and a ring
+        it cannot.
     """
     decided: dict[int, Decision] = {}
     proposals: list[tuple[Decision, tuple[Chain, ...]]] = []
@@ -128,7 +129,7 @@ def _propose(
     policy: Policy,
     hardware: Hardware | None,
 ) -> Decision:
-    """The chain and schedule of the largest predicted benefit, or the last of each if the hardware is unknown.
+    """The chain and schedule of the largest predicted benefit, the last of each if the hardware is unknown.
 
     Under the policy "always" a chain of more dots comes first, whatever the benefit.
     """
@@ -194,12 +195,12 @@ def program_order(
 ) -> tuple[tuple[Decision, ...], tuple[int | Unit, ...]]:
     """An order in which the operations and rings can run, each ring as one step.
 
-    Rings that wait for one another (each needs a result of the other before it can start) cannot both be: of a circle
-    of them the one with the least benefit is given up.
+    Rings that wait for one another (each needs a result of the other before it can start) cannot both be: of
+    a circle of them the one with the least benefit is given up.
 
     Returns:
-      The decisions, with those given up revised; and operation numbers, rings and sums of shards, in the order to
-      run them.
+      The decisions, with those given up revised; and operation numbers, rings and sums of shards, in the
+      order to run them.
     """
     while True:
         units: dict[int, Unit] = {

@@ -1,10 +1,10 @@
 """Derivatives of a rewritten program: those of the original, rewritten in their turn.
 
-Left to itself jax would differentiate the rings: right, but a transposed ring is not the ring that one would write.
-So the rewritten program carries a rule. Forward it runs the original's linearization, rewritten, which also gives
-the residuals; what is linear in the tangents is one equation, whose transpose is the original's backward pass,
-rewritten. Both modes, ``vmap``, and derivatives of derivatives work, since every function in the rule is itself one
-that jax can differentiate.
+Left to itself jax would differentiate the rings: right, but a transposed ring is not the ring that one would
+write. So the rewritten program carries a rule. Forward it runs the original's linearization, rewritten, which
+also gives the residuals; what is linear in the tangents is one equation, whose transpose is the original's
+backward pass, rewritten. Both modes, ``vmap``, and derivatives of derivatives work, since every function in
+the rule is itself one that jax can differentiate.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def with_derivative_of(jaxpr: Any, run: Function, rewrite: Callable[[Any], Funct
     original = jex_core.jaxpr_as_fun(jaxpr)
     smooth = [_is_smooth(aval) for aval in jaxpr.out_avals]
 
-    def along(active: Sequence[bool], primals: Sequence[Any]) -> tuple[Function, list[Any]]:
-        """The program as a function of its active arguments: its smooth results, and beside them the others."""
+    def along(active: Sequence[bool], primals: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+        """The program as a function of its active arguments: its smooth results, and beside them others."""
 
         def f(*moved: Any) -> tuple[list[Any], list[Any]]:
             results = original(*_merged(active, moved, primals))
@@ -103,7 +103,7 @@ def _shuffled(mask: Sequence[bool], chosen: Sequence[Any], others: Sequence[Any]
     return [next(first if keep else second) for keep in mask]
 
 
-# One equation: a function of residuals, primals and tangents, linear in the tangents, with a transpose of its own.
+# One equation: a function of residuals, primals and tangents, linear in the last, with its own transpose.
 
 Map = Callable[[list[Any], list[Any], list[Any]], list[Any]]
 

@@ -1,4 +1,4 @@
-"""The dims of a dot_general: which are free, contracting or batch, and what a block of one does to the result."""
+"""The dims of a dot_general: free, contracting or batch, and what a block of one does to the result."""
 
 from __future__ import annotations
 

@@ -51,9 +51,10 @@ def call_of(flow: Dataflow, op: Op) -> Call:
 def find_gather_chains(
     flow: Dataflow, gathers: Mapping[int, Collective], invariance: Invariance
 ) -> dict[int, AllGatherDot | Reason]:
-    """For each operation of ``gathers``: the chain of its result, or why it has none. One pass over the graph.
+    """For each operation of ``gathers``: the chain of its result, or why there is none. One pass.
 
-    The operations may be all_gathers, or others whose result can be taken as gathered along ``Collective.dim``.
+    The operations may be all_gathers, or others whose result can be taken as gathered along
+    ``Collective.dim``.
     """
     sinkings: dict[int, Sinking] = {}
     gathered_by: dict[int, list[Sinking]] = {}
@@ -120,7 +121,7 @@ def _sink(flow: Dataflow, sinking: Sinking, index: int, op: Op, invariance: Inva
 
 
 def _is_shard_reduction(flow: Dataflow, sinking: Sinking, op: Op, dim: int) -> bool:
-    """Whether an equation reduces a gathered value over the gathered dim, and each owner could reduce its own shard.
+    """Whether an equation reduces over the gathered dim, and each owner could reduce its own shard.
 
     A maximum over devices has no derivative in jax.
     """
@@ -146,8 +147,8 @@ def _chain(flow: Dataflow, sinking: Sinking | None, invariance: Invariance) -> A
 def gather_chain(flow: Dataflow, sinking: Sinking, invariance: Invariance) -> AllGatherDot | None:
     """The chain of a gather that feeds its dots through those operations that lead to them.
 
-    A dot whose other operand depends on the ring's own results is left out; it takes the assembled value. None if
-    no dot is left.
+    A dot whose other operand depends on the ring's own results is left out; it takes the assembled value.
+    None if no dot is left.
     """
     collective, blocked = sinking.collective, sinking.blocked
     source = flow.ops[collective.op].outputs[0]
@@ -260,7 +261,7 @@ def _without_self_dependence(
 
 
 def _shard_reductions(flow: Dataflow, sinking: Sinking, members: set[int]) -> tuple[ShardReduction, ...]:
-    """The reductions over the gathered dim, each with its way from the gather; shared ways belong to the first."""
+    """The reductions over the gathered dim, each with its way from the gather; the first owns shared ways."""
     replaced = members | set(sinking.reductions)
     absorbed: list[int] = []
     for block in reversed(sinking.ops):

@@ -24,9 +24,9 @@ def emit_gather_ring(
 ) -> dict[int, Any]:
     """Runs the chain as a ring and returns the values that the rest of the program needs, by number.
 
-    At step s device i has the shard of device (i+s) mod P (of i-s for the part that travels the other way). While
-    the next one is on its way, the dots run on it: results of a free or batch dim are placed where the shard's owner
-    says, those of a contracting dim are added up.
+    At step s device i has the shard of device (i+s) mod P (of i-s for the part that travels the other way).
+    While the next one is on its way, the dots run on it: results of a free or batch dim are placed where the
+    shard's owner says, those of a contracting dim are added up.
 
     Args:
       flow: the dataflow graph.
@@ -84,7 +84,7 @@ def emit_shard_reduction(flow: Dataflow, reduction: ShardReduction, read: Read) 
     with shims.equation_scope(op.eqn, op.scope):
         shard = lax.convert_element_type(pieces[operand], accumulator_dtype(aval.dtype))
         partial = op.eqn.primitive.bind(shard, **op.params)
-        across = {"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin}[op.name]
+        across: Any = {"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin}[op.name]
         total = lax.convert_element_type(across(partial, collective.axes), aval.dtype)
         return {value: as_varying(total, shims.varying_axes(aval))}
 

@@ -7,6 +7,7 @@ here, so that the finders see one flat program. The others stay calls.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
@@ -139,7 +140,7 @@ class Dataflow:
             if isinstance(operand, int) and operand in producer
         )
         effectful = [index for index, op in self.live.items() if shims.has_effects(op.eqn)]
-        graph.add_edges_from(zip(effectful, effectful[1:], strict=False))
+        graph.add_edges_from(itertools.pairwise(effectful))
         return graph
 
     def aval(self, operand: Operand) -> Any:
@@ -152,8 +153,8 @@ def dataflow(jaxpr: Any, *, differentiable: bool = False) -> Dataflow:
 
     Args:
       jaxpr: the jaxpr.
-      differentiable: leave calls of functions with a custom derivative as they are, so that what is made of the
-        graph may be differentiated.
+      differentiable: leave calls of functions with a custom derivative as they are, so that what is made of
+        the graph may be differentiated.
     """
     return _Reader(differentiable).read(jaxpr)
 
@@ -264,7 +265,7 @@ class _Reader:
         return self.crossings[id(jaxpr)]
 
     def _scattered(self, body: Any, scattered: frozenset[Any]) -> set[Any]:
-        """The variables from which blockwise equations lead to a collective, here or through ``scattered``."""
+        """The variables that lead, blockwise, to a collective, here or through ``scattered``."""
         wanted = set(scattered)
         for eqn in reversed(body.eqns):
             name, called = eqn.primitive.name, self._called(eqn)
@@ -275,7 +276,7 @@ class _Reader:
         return wanted
 
     def _called(self, eqn: Any) -> Any:
-        """The jaxpr that may stand in place of an equation, if that asks for nothing beyond running it; or None."""
+        """The jaxpr that may stand in place of an equation that asks for no more than to run it; or None."""
         if shims.has_effects(eqn):
             return None
         name, params = eqn.primitive.name, eqn.params

@@ -22,7 +22,7 @@ def hop(value: Any, collective: Collective, distance: int) -> Any:
 
 
 def _mesh_indices(collective: Collective) -> list[int]:
-    """From a device's index along the collective's axes, major to minor, to that along them in the mesh's order."""
+    """From a device's index along the collective's axes to that along them in the mesh's order."""
     names = [name for name, _ in collective.mesh_sizes]
     indices = np.arange(np.prod([size for _, size in collective.mesh_sizes], dtype=int))
     grid = indices.reshape([size for _, size in collective.mesh_sizes])
@@ -30,7 +30,7 @@ def _mesh_indices(collective: Collective) -> list[int]:
 
 
 def place_after(collective: Collective, distance: int) -> Any:
-    """The place, among those that take part, of the device ``distance`` places further along; traced, int32."""
+    """The place, among those taking part, of the device ``distance`` places further along; traced, int32."""
     size = collective.axis_size
     return lax.rem(_place(collective) + jnp.int32(distance % size), jnp.int32(size))
 

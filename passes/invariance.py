@@ -7,7 +7,7 @@ from collections.abc import Callable
 from passes import shims
 from passes.blocks import is_blockwise
 from passes.collective import Collective
-from passes.graph import GATHERS, REDUCTIONS, Dataflow, Operand, Op
+from passes.graph import GATHERS, REDUCTIONS, Dataflow, Op, Operand
 
 _LOCAL = frozenset({"iota", "dot_general"})
 
@@ -15,8 +15,9 @@ _LOCAL = frozenset({"iota", "dot_general"})
 class Invariance:
     """Answers for one dataflow graph; each value is looked at once per set of axes.
 
-    Types tell only under ``check_vma=True``, so this is derived from the program: constants are invariant, the results
-    of a psum or all_gather over the axes, and what deterministic local equations compute from such values.
+    Types tell only under ``check_vma=True``, so this is derived from the program: constants are invariant,
+    the results of a psum or all_gather over the axes, and what deterministic local equations compute from
+    such values.
     """
 
     def __init__(self, flow: Dataflow) -> None:

@@ -60,8 +60,8 @@ def match_dataflow(flow: Dataflow) -> tuple[Match, ...]:
 
     invariance = Invariance(flow)
     gathered = {c.op: c for c in open_ones if c.kind in ("all_gather", "all_to_all")}
-    for op, outcome in find_gather_chains(flow, gathered, invariance).items():
-        note(op, outcome)
+    for op, chain in find_gather_chains(flow, gathered, invariance).items():
+        note(op, chain)
     for collective in open_ones:
         if collective.kind == "reduce_scatter":
             note(collective.op, find_scatter_chain(flow, collective))
@@ -110,7 +110,7 @@ def _psum_chains(
 
 
 def _types_allow(flow: Dataflow, gather: AllGatherDot) -> bool:
-    """Whether a ring may hand out what it must: what it assembles is of varying type, a psum's result is not."""
+    """Whether a ring may hand out what it must: what it assembles has a varying type, a psum has not."""
     source = flow.avals[flow.ops[gather.collective.op].inputs[0]]  # type: ignore[index]
     axes = shims.varying_axes(source) & set(gather.collective.axes)
     return all(axes <= shims.varying_axes(flow.avals[value]) for value in gather.handed_out)

@@ -72,7 +72,8 @@ def make_plan(jaxpr: Any, policy: Policy, hardware_of: HardwareOf, *, differenti
     Args:
       jaxpr: an open or closed jaxpr.
       policy: see ``overlap_collectives``.
-      hardware_of: from the ``device_kind`` of the mesh that a collective runs on (None if not known) to hardware.
+      hardware_of: from the ``device_kind`` of the mesh that a collective runs on (None if not known) to
+        hardware.
       differentiable: plan only what jax may differentiate: custom derivatives are kept.
     """
     return _Planner(policy, hardware_of, differentiable).plan(jaxpr, "", None, replaceable=True)
@@ -144,8 +145,8 @@ class _Planner:
         Args:
           jaxpr: the jaxpr.
           path: the calls it is in.
-          steady: positions of the arguments that are the same in every iteration of the loop around it; None if it
-            is in no loop.
+          steady: positions of the arguments that are the same in every iteration of the loop around it; None
+            if it is in no loop.
           replaceable: whether it can be replaced in the program.
         """
         key = (id(shims.open_jaxpr(jaxpr)[0]), steady, replaceable)
@@ -228,12 +229,12 @@ def _steady_values(flow: Dataflow, steady: frozenset[int] | None) -> Set[int] | 
 
 
 def _steady_arguments(op: Op, param: str, body: Any, same: Set[int] | None) -> frozenset[int] | None:
-    """The positions of those arguments of an operation's body that are the same in every iteration of a loop."""
+    """The positions of a body's arguments that are the same in every iteration of a loop."""
     if op.name in ("scan", "while"):
         return frozenset(range(shims.loop_constants(op.eqn, param)))
     if same is None:
         return None
-    # The first operands of a conditional choose the branch; everywhere else operands and arguments correspond.
+    # The first operand of a conditional chooses the branch; else operands and arguments correspond.
     inputs = op.inputs[len(op.inputs) - len(shims.open_jaxpr(body)[0].invars) :]
     return frozenset(i for i, o in enumerate(inputs) if not isinstance(o, int) or o in same)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from fractions import Fraction
+from typing import Any
 
 from cost_model import (
     Estimate,
@@ -53,7 +54,7 @@ def price(flow: Dataflow, chain: Chain, schedule: RingSchedule, hardware: Hardwa
 def ring_work(flow: Dataflow, chain: AllGatherDot | DotReduceScatter) -> RingWork:
     """The chain's bytes and matmuls, per device."""
     axis_size = chain.collective.axis_size
-    dots = {
+    dots: dict[str, Any] = {
         "matmuls": _matmuls(flow, chain, Fraction(1)),
         "partials": _matmuls(flow, chain, Fraction(1, axis_size)),
         "half_partials": _matmuls(flow, chain, Fraction(1, 2 * axis_size)),

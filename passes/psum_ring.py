@@ -16,7 +16,7 @@ from passes.schedule import RingSchedule
 
 
 def emit_psum_rings(flow: Dataflow, chain: DotPsum, schedule: RingSchedule, read: Read) -> dict[int, Any]:
-    """Runs the psum as a reduce_scatter ring and a gather; returns the values that the program needs, by number."""
+    """Runs the psum as a reduce_scatter ring and a gather; returns the values needed, by number."""
     collective = chain.collective
     op = flow.ops[collective.op]
     shard = emit_scatter_ring(flow, chain.scatter, schedule, read)

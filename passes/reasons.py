@@ -45,7 +45,7 @@ _SENTENCES = {
     Code.GATHERED_VALUE_ESCAPES: "The gathered value is needed whole, and by no dot.",
     Code.PARTIAL_SUM_ESCAPES: "A value between the dot and the collective is also used elsewhere.",
     Code.LOOP_INVARIANT: (
-        "Its operand is the same in every iteration of the loop: do it once, before the loop, as compilers may too."
+        "Its operand is the same in every iteration of the loop: do it once, before the loop."
     ),
     Code.DOT_TAKEN: "The dot that this collective belongs to is already part of another ring.",
     Code.DEPENDS_ON_ITSELF: "The dot's other operand depends on the gathered value itself.",

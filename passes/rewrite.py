@@ -30,7 +30,8 @@ class RewriteError(Exception):
 def rewritten(plan: Plan) -> Callable[..., list[Any]]:
     """The planned program as a function of the jaxpr's arguments, to be traced; returns the jaxpr's results.
 
-    It may be differentiated as it is only if that was asked of the plan; see ``derivative.with_derivative_of``.
+    It may be differentiated as it is only if that was asked of the plan; see
+    ``derivative.with_derivative_of``.
     """
     rewriter = _Rewriter()
     return lambda *arguments: rewriter.run(plan, arguments)
@@ -79,7 +80,7 @@ class _Rewriter:
 
     def _shard_map(self, op: Op, body: Plan, values: list[Any]) -> Sequence[Any]:
         params = op.params
-        mapped = jax.shard_map(
+        mapped: Any = jax.shard_map(
             lambda *shards: tuple(self.run(body, shards)),
             mesh=params["mesh"],
             in_specs=tuple(params["in_specs"]),

@@ -1,4 +1,4 @@
-"""Finder of ``dot → reduce_scatter`` chains: follows each scattered value up through blockwise equations to dots."""
+"""Finder of ``dot → reduce_scatter`` chains: goes up from each through blockwise equations to dots."""
 
 from __future__ import annotations
 

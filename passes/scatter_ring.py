@@ -16,7 +16,7 @@ from passes.hops import hop, place_after
 from passes.schedule import WHOLE, RingSchedule, divisions, parts
 
 _EXACT = frozenset(
-    "transpose reshape squeeze broadcast_in_dim convert_element_type neg pvary dot_general".split()
+    {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "neg", "pvary"}
 )
 """Equations that only move elements or change their type: a wider dot may come through them unrounded."""
 
@@ -24,9 +24,9 @@ _EXACT = frozenset(
 def emit_scatter_ring(flow: Dataflow, chain: DotReduceScatter, schedule: RingSchedule, read: Read) -> Any:
     """Runs the chain as a ring and returns this device's shard of the result.
 
-    The accumulator of the shard of device (i+P-1-s) mod P visits device i at step s and ends at its owner. While
-    it travels, the next partial product is made; the two are tied together after that product and then added, in
-    float32 if the result is narrower.
+    The accumulator of the shard of device (i+P-1-s) mod P visits device i at step s and ends at its owner.
+    While it travels, the next partial product is made; the two are tied together after that product and then
+    added, in float32 if the result is narrower.
     """
     collective = chain.collective
     op, axis_size = flow.ops[collective.op], collective.axis_size
@@ -58,8 +58,8 @@ def emit_scatter_ring(flow: Dataflow, chain: DotReduceScatter, schedule: RingSch
 def emit_scatter_exchange(flow: Dataflow, chain: DotReduceScatter, read: Read) -> Any:
     """Runs a ``dot → all_to_all`` chain as direct exchanges and returns the collective's result.
 
-    At step s the block for device (i-s) mod P is made; it is sent there while the next one is made. This device's own
-    block comes last.
+    At step s the block for device (i-s) mod P is made; it is sent there while the next one is made. This
+    device's own block comes last.
     """
     collective = chain.collective
     op, axis_size = flow.ops[collective.op], collective.axis_size
@@ -88,11 +88,11 @@ def _partial(
 
 
 def _widened(flow: Dataflow, chain: DotReduceScatter) -> frozenset[int]:
-    """The operations that may give their results in the accumulator's dtype: all, if they round nothing else."""
+    """The operations that may give their results in the accumulator's dtype: all, if none rounds."""
     ops = [flow.ops[block.op] for block in chain.body]
     floating = all(
         jnp.issubdtype(flow.avals[value].dtype, jnp.floating) for op in ops for value in op.outputs
     )
-    if floating and all(op.name in _EXACT for op in ops):
+    if floating and all(op.name in _EXACT or op.name == "dot_general" for op in ops):
         return frozenset(block.op for block in chain.body)
     return frozenset()

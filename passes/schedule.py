@@ -16,9 +16,10 @@ class RingSchedule:
     """One way to run a chain as a ring.
 
     Attributes:
-      directions: 1, whole shards travel one way round; 2, half-shards travel both ways at once, which uses both
-        directions of every link and halves the time of a hop.
-      route: ``ring``, every shard passes every device; ``exchange``, each block goes straight to where it belongs.
+      directions: 1, whole shards travel one way round; 2, half-shards travel both ways at once, which uses
+        both directions of every link and halves the time of a hop.
+      route: ``ring``, every shard passes every device; ``exchange``, each block goes straight to where it
+        belongs.
     """
 
     directions: Literal[1, 2]

@@ -86,7 +86,7 @@ def like(original: Any, closed: Any) -> Any:
 
 
 def loop_constants(eqn: JaxprEqn, body: str) -> int:
-    """How many of the first arguments of a loop's body (named by its parameter) are the same in every iteration."""
+    """How many first arguments of a loop's body (named by its parameter) never change."""
     params = eqn.params
     if eqn.primitive.name == "scan":
         return int(params["num_consts"] if "num_consts" in params else len(params["ft_in"].unpack()[0]))
@@ -133,8 +133,8 @@ class JitOptions:
 def uninitialised(shape: tuple[int, ...], dtype: Any, *, differentiable: bool) -> Any:
     """An array to be overwritten. Filling it with zeros costs real time, but sometimes must be.
 
-    Before jax 0.12 ``lax.empty`` gives a batched array under ``vmap`` whatever it is used for, and ``jax.jacfwd``
-    refuses a result that depends on one.
+    Before jax 0.12 ``lax.empty`` gives a batched array under ``vmap`` whatever it is used for, and
+    ``jax.jacfwd`` refuses a result that depends on one.
     """
     if differentiable and jax.__version_info__ < (0, 12):
         return lax.full(shape, 0, dtype)

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,7 @@ def test_json_round_trip_changes_nothing(name: str) -> None:
         ({"hbm_bytes_per_s": -1}, "hbm_bytes_per_s"),
     ],
 )
-def test_json_with_a_wrong_field_is_refused(change: dict[str, object], message: str) -> None:
+def test_json_with_a_wrong_field_is_refused(change: dict[str, Any], message: str) -> None:
     fields = {**json.loads(by_name("h100").to_json()), **change}
     with pytest.raises(ValueError, match=message):
         Hardware.from_json(json.dumps(fields))
@@ -55,7 +56,7 @@ def test_what_is_no_json_object_is_refused(text: str) -> None:
 )
 def test_rates_and_times_must_be_positive_and_finite(field: str, value: float) -> None:
     with pytest.raises(ValueError, match=field):
-        dataclasses.replace(by_name("tpu_v5p"), **{field: value})
+        dataclasses.replace(by_name("tpu_v5p"), **dict[str, Any]({field: value}))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +71,7 @@ def test_rates_and_times_must_be_positive_and_finite(field: str, value: float) -
         ({"wraparound_multiple": -4}, "wraparound_multiple"),
     ],
 )
-def test_other_fields_are_checked_too(change: dict[str, object], message: str) -> None:
+def test_other_fields_are_checked_too(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(by_name("tpu_v5p"), **change)
 

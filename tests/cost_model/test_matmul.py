@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -71,7 +72,7 @@ def test_an_empty_matmul_is_free() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"m": -1}, {"batch": -1}, {"dtype": "bf16"}, {"out_dtype": "wide"}])
-def test_impossible_matmuls_are_refused(bad: dict[str, object]) -> None:
+def test_impossible_matmuls_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         dataclasses.replace(Matmul(m=8, k=8, n=8), **bad)
 

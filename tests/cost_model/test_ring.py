@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -161,7 +161,7 @@ def test_an_axis_of_one_device_gains_nothing() -> None:
         {"partials": ()},
     ],
 )
-def test_impossible_work_is_refused(bad: dict[str, object]) -> None:
+def test_impossible_work_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         dataclasses.replace(_gather(1024, 1024, 1024, 4), **bad)
 

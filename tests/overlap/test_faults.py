@@ -29,7 +29,7 @@ import cost_model
 import passes
 from overlap import overlap_collectives
 from passes import RewriteError
-from tests.overlap.mlp import always, check, hops, mlp, reference
+from tests.overlap.mlp import SPECS, always, check, hops, mesh_of, mlp, reference
 
 REF = reference()
 FLOORS = tuple(str(Path(package.__file__).parent) for package in (passes, cost_model) if package.__file__)
@@ -201,7 +201,7 @@ def test_the_warning_names_the_site_and_asks_for_a_report(stage: str, names: str
 
 
 def test_the_warning_comes_without_a_site_where_none_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any) -> Any:
+    def broken(*args: Any, **options: Any) -> Any:
         raise InjectedError("no frame of the pass is involved")
 
     monkeypatch.setattr(passes, "make_plan", broken)
@@ -210,7 +210,7 @@ def test_the_warning_comes_without_a_site_where_none_is_known(monkeypatch: pytes
 
 
 def test_one_warning_however_often_the_pass_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any) -> Any:
+    def broken(*args: Any, **options: Any) -> Any:
         raise InjectedError
 
     monkeypatch.setattr(passes, "make_plan", broken)
@@ -232,7 +232,7 @@ def test_after_a_fault_another_shape_is_rewritten() -> None:
 
 
 def test_a_rewritten_program_of_another_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(passes, "rewritten", lambda plan: lambda *args: [args[0].astype(np.float16)])
+    monkeypatch.setattr(passes, "rewritten", lambda *plans: lambda *args: [args[0].astype(np.float16)])
     with pytest.warns(RuntimeWarning, match="RewriteError"):
         check(always(jax.jit(mlp()), strict=False)(*REF.arguments), REF.value())
     with pytest.raises(RewriteError, match="mlp"):
@@ -292,9 +292,37 @@ def test_errors_of_jax_name_the_users_own_function_and_argument() -> None:
 
 
 def test_interrupts_are_not_swallowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*args: Any, **options: Any) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(passes, "make_plan", interrupted)
     with pytest.raises(KeyboardInterrupt):
         always(jax.jit(mlp()), strict=False)(*REF.arguments)
+
+
+def test_a_fault_while_the_program_is_differentiated_leaves_the_original() -> None:
+    def body(x: Any, w: Any, v: Any) -> Any:
+        h = jax.nn.relu(jax.lax.all_gather(x, "x", axis=0, tiled=True)) @ w
+        return jax.lax.psum_scatter(h @ v, "x", scatter_dimension=0, tiled=True)
+
+    jitted = jax.jit(jax.shard_map(body, mesh=mesh_of(), in_specs=SPECS, out_specs=SPECS[0]))
+
+    def gradient(f: Any) -> Any:
+        return jax.grad(lambda w: (f(x, w, v) * REF.cotangent).sum())(w)
+
+    x, w, v = REF.arguments
+    wanted = np.maximum(REF.x, 0).T @ REF.c @ REF.v.T
+    forward: collections.Counter[types.CodeType] = collections.Counter()
+    both: collections.Counter[types.CodeType] = collections.Counter()
+    decorated = always(jitted)
+    with watching(lambda code: both.update([code])):
+        check(gradient(decorated), wanted)
+    decorated = always(jitted)
+    with watching(lambda code: forward.update([code])):
+        decorated.trace(*REF.arguments)
+    later = [c for c in both if both[c] > forward[c] and not c.co_flags & inspect.CO_GENERATOR]
+    assert later, "the program is planned anew where it is differentiated"
+    for code in later:
+        decorated = overlap_collectives(jitted, policy="always")
+        with fault(code, forward[code] + 1), pytest.warns(RuntimeWarning, match="InjectedError"):
+            check(gradient(decorated), wanted)

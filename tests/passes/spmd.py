@@ -51,8 +51,8 @@ class Outcome:
     original: Any
     rewritten: Any
     report: Report
-    overlapped: Callable[..., Any]
-    jitted: Callable[..., Any]
+    overlapped: Any
+    jitted: Any
 
 
 def run_both(
@@ -104,7 +104,7 @@ def tolerance(dtype: Any) -> float:
 
 
 def assert_as_good(outcome: Outcome, reference: Shards) -> None:
-    """The rewritten result is the reference within rounding; for narrow floats, within 1.1 x the original's error."""
+    """The result is the reference within rounding; for narrow floats, within 1.1 x the original's error."""
     exact = np.stack([np.asarray(r, np.float64) for r in reference])
     original, rewritten = (np.asarray(a).astype(np.float64) for a in (outcome.original, outcome.rewritten))
     assert outcome.rewritten.dtype == outcome.original.dtype
@@ -113,7 +113,7 @@ def assert_as_good(outcome: Outcome, reference: Shards) -> None:
         allowed = tolerance(outcome.original.dtype) * max(1.0, np.abs(exact).max())
         np.testing.assert_allclose(rewritten, exact, rtol=0, atol=allowed)
     else:
-        # Arrays here are small, so the original may be exact by luck: half a unit in the last place is allowed.
+        # Arrays here are small, so the original may be exact by luck: half a last unit is allowed.
         error, allowed = (np.sqrt(np.mean((a - exact) ** 2)) for a in (rewritten, original))
         half_unit = float(jnp.finfo(outcome.original.dtype).eps) / 2 * np.abs(exact).max()
         assert error <= max(1.1 * allowed, half_unit)

@@ -1,4 +1,4 @@
-"""Chains are found and run everywhere: control flow, remat, custom derivatives, vmap, meshes, partly manual axes."""
+"""Chains are found and run everywhere: control flow, remat, custom derivatives, vmap, meshes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The patterns beyond a plain gather or scatter: psum, all_to_all, several axes, groups, sums over the gathered dim."""
+"""The patterns beyond a plain gather or scatter: psum, all_to_all, axes, groups, reductions."""
 
 from __future__ import annotations
 
@@ -340,7 +340,7 @@ def test_hessians_and_linearizations_go_through_the_rule(check_vma: bool) -> Non
         return lax.psum_scatter(h @ v, "x", tiled=True) + lax.psum(h @ v, "x")[:2]
 
     outcome = spmd.run_both(body, (x, w, v), check_vma=check_vma)
-    for transform in (
+    transforms: list[Callable[[Any], Any]] = [
         lambda f: jax.hessian(lambda x: (f(x, w, v) ** 2).sum())(x),
         lambda f: jax.jacrev(lambda x: f(x, w, v))(x),
         lambda f: jax.jacfwd(lambda x: f(x, w, v))(x),
@@ -349,14 +349,17 @@ def test_hessians_and_linearizations_go_through_the_rule(check_vma: bool) -> Non
         lambda f: jax.grad(lambda x: (jax.vmap(lambda x: f(x, w, v))(x) ** 2).sum())(np.stack([x, 2 * x])),
         lambda f: jax.grad(jax.checkpoint(lambda x: (f(jnp.sin(f(x, w, v)), w, v) ** 2).sum()))(x),
         lambda f: jax.grad(lambda x: lax.scan(lambda c, _: (f(c, w, v), None), x, length=2)[0].sum())(x),
-    ):
+    ]
+    for transform in transforms:
         wanted = transform(outcome.jitted)
         np.testing.assert_allclose(transform(outcome.overlapped), wanted, atol=2e-5 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("pattern", ["tensor", "fsdp", "megatron", "scan"])
-def test_the_gradient_of_a_decorated_function_is_rings_and_keeps_no_more_residuals(pattern: str, dtype: str) -> None:
+def test_the_gradient_of_a_decorated_function_is_rings_and_keeps_no_more_residuals(
+    pattern: str, dtype: str
+) -> None:
     """Against the decorated gradient; kind of figure: the compiler's own account of temporary memory."""
     layers, tokens, width, hidden = 3, 256, 128, 512
 
@@ -380,7 +383,7 @@ def test_the_gradient_of_a_decorated_function_is_rings_and_keeps_no_more_residua
         "megatron": (megatron, (P(), P(None, "x"), P("x")), P()),
         "scan": (scan, (P("x"), P(None, None, "x"), P(None, "x")), P("x")),
     }[pattern]
-    shapes = [(tokens, width), (width, hidden), (hidden, width)]
+    shapes: list[tuple[int, ...]] = [(tokens, width), (width, hidden), (hidden, width)]
     if pattern == "scan":
         shapes[1:] = [(layers, *shape) for shape in shapes[1:]]
     mesh = spmd.mesh_of(4)

@@ -1,4 +1,4 @@
-"""Random chains give the same numbers as rings: dot dimension numbers, dims, axis sizes, dtypes, op chains."""
+"""Random chains give the same numbers as rings: dot dimension numbers, dims, axis sizes, dtypes, ops."""
 
 from __future__ import annotations
 
