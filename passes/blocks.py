@@ -215,7 +215,7 @@ _ELEMENTWISE = (
     "ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne "
     "neg nextafter not or polygamma population_count pow pvary real reduce_precision "
     "regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
-    "shift_right_logical sign sin sinh sqrt square sub tan tanh xor "
+    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor "
 )
 
 LONE = ("all_gather", "reduce_scatter")

@@ -51,12 +51,14 @@ class Op:
       inputs: value numbers or literals.
       outputs: value numbers.
       scope: name scopes of the inlined calls around the equation; None outside of any.
+      call: the outermost of those calls, an equation.
     """
 
     eqn: Any
     inputs: tuple[Operand, ...]
     outputs: tuple[int, ...]
     scope: Any = None
+    call: Any = None
 
     @property
     def name(self) -> str:
@@ -71,7 +73,8 @@ class Op:
     @property
     def source(self) -> str:
         """The user's source line."""
-        return shims.source_line(self.eqn)
+        line = shims.source_line(self.eqn)
+        return shims.source_line(self.call) if line == shims.UNKNOWN and self.call is not None else line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +189,7 @@ class _Reader:
     def read(self, jaxpr: Any) -> Dataflow:
         body, consts = shims.open_jaxpr(jaxpr)
         inputs = tuple(self._value(var.aval) for var in body.invars)
-        outputs = self._inline(body, consts, inputs, None, frozenset())
+        outputs = self._inline(body, consts, inputs, None, None, frozenset())
         return Dataflow(
             tuple(self.ops),
             tuple(self.avals),
@@ -206,6 +209,7 @@ class _Reader:
         consts: tuple[Any, ...],
         arguments: tuple[Operand, ...],
         scope: Any,
+        call: Any,
         scattered: frozenset[Any],
     ) -> tuple[Operand, ...]:
         """Adds the equations of a jaxpr; ``scattered`` are its results that lead to a collective outside."""
@@ -237,14 +241,16 @@ class _Reader:
                         if var in wanted and not shims.is_literal(result)
                     )
                     inner_scope = shims.call_scope(eqn, scope)
-                    results = self._inline(inner, inner_consts, operands, inner_scope, leading)
+                    results = self._inline(
+                        inner, inner_consts, operands, inner_scope, call or eqn, leading
+                    )
                     env.update(zip(eqn.outvars, results, strict=True))
                     continue
             outputs = tuple(self._value(var.aval) for var in eqn.outvars)
             if eqn.primitive.name in _SPREADING or (tainted and is_blockwise(eqn.primitive.name)):
                 self.gathered.update(outputs)
             env.update(zip(eqn.outvars, outputs, strict=True))
-            self.ops.append(Op(eqn, operands, outputs, scope))
+            self.ops.append(Op(eqn, operands, outputs, scope, call))
         return tuple(map(operand, body.outvars))
 
     def _crossing(self, jaxpr: Any) -> _Crossing:

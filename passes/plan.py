@@ -92,7 +92,7 @@ def _visits(plan: Plan, times: int) -> Iterator[tuple[Plan, int]]:
     for index in range(len(plan.flow.ops)):
         inner = [p for plans in plan.bodies.get(index, {}).values() for p in plans]
         inner.extend(plan.opaque.get(index, ()))
-        for body in inner:
+        for body in dict.fromkeys(inner):  # one function may be both branches of a conditional
             if body.decisions or body.bodies or body.opaque:
                 repeats = plan.flow.ops[index].params.get("length", 1)
                 yield from _visits(body, times * (repeats if isinstance(repeats, int) else 1))

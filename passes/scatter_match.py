@@ -56,7 +56,7 @@ def find_scatter_chain(flow: Dataflow, collective: Collective) -> DotReduceScatt
             value: dim
             for block in body
             for value in flow.ops[block.op].outputs
-            for dim in asked[value]
+            for dim in asked.get(value, ())
             if dim is not None
         },
         body=body,
@@ -75,11 +75,11 @@ def _climb(
     """How an operation makes the blocks that are asked of it; or why the chain stops below it."""
     op = flow.ops[index]
     where = f"It stops at {op.name}, {op.source}."
-    if len(op.outputs) != 1 or shims.has_effects(op.eqn):
+    if shims.has_effects(op.eqn):
         return Reason(Code.NO_DOT, where)
-    (value,) = op.outputs
-    (dim, *others) = asked[value]
-    if others or dim is None or any(user not in taken for user in flow.users[value]):
+    (dim, *others) = set[int | None]().union(*(asked.get(value, ()) for value in op.outputs))
+    users = {user for value in op.outputs for user in flow.users[value]}
+    if others or dim is None or not users <= taken:
         is_dot = op.name == "dot_general"
         return Reason(Code.PARTIAL_SUM_ESCAPES if is_dot else Code.NO_DOT, where)
     if op.name != "dot_general":

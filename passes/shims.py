@@ -29,6 +29,10 @@ _OWN_DIRS = tuple(
 )
 
 
+UNKNOWN = "unknown"
+"""The source line of an equation that no frame of the user's made."""
+
+
 @contextlib.contextmanager
 def equation_scope(eqn: JaxprEqn, prefix: NameStack | None = None) -> Iterator[None]:
     """Binds in this context carry the equation's source line, name scopes and config context.
@@ -62,7 +66,7 @@ def source_line(eqn: JaxprEqn) -> str:
         path = os.path.abspath(frame.file_name)
         if not path.startswith(_SKIPPED_DIRS) and not path.startswith(_OWN_DIRS):
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-    return "unknown"
+    return UNKNOWN
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -65,7 +65,7 @@ CUBE = floats(4, 6, 12)
 
 UNARY_NAMES = """
 abs acos asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2
-expm1 floor is_finite lgamma log log1p logistic neg round rsqrt sign sin sinh sqrt square tan tanh
+expm1 floor is_finite lgamma log log1p logistic neg round rsqrt sign sin sinh sqrt square stop_gradient tan tanh
 """
 BINARY_NAMES = "add atan2 div eq ge gt le lt max min ne nextafter pow rem sub"
 UNARY: dict[str, Callable[..., Any]] = {name: getattr(lax, name) for name in UNARY_NAMES.split()}

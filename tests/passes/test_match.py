@@ -441,12 +441,7 @@ def test_values_that_are_also_sharded_over_an_explicit_axis_are_kept() -> None:
 
 def gather_to_invariant(x: Any) -> Any:
     """A gather whose result is, by its type, the same on every device."""
-    try:
-        return lax.all_gather(x, "x", axis=0, tiled=True, to="invarying")
-    except ValueError:  # not offered by jax 0.10
-        from jax._src.lax.parallel import all_gather_invariant
-
-        return all_gather_invariant(x, "x", axis=0, tiled=True)
+    return lax.all_gather(x, "x", axis=0, tiled=True, to="invarying")
 
 
 def test_a_gather_to_an_invariant_value_is_reported_and_gives_the_same() -> None:

@@ -407,3 +407,35 @@ def test_the_gradient_of_a_decorated_function_is_rings_and_keeps_no_more_residua
     assert rings[0] == rings[1] > 0
     forward = decorated(f).lower(*arguments).compile().as_text().count(" collective-permute(")
     assert rings[0] > forward
+
+
+def test_one_part_of_a_split_is_followed_up_to_its_dot() -> None:
+    x, w = stacked((8, 5), (5, 6))
+    outcome = spmd.run_both(lambda x, w: lax.psum_scatter(jnp.split(x @ w, 2, 1)[0], "x", tiled=True), (x, w))
+    (site,) = outcome.report.sites
+    assert (site.kind, site.rewritten) == ("dot_reduce_scatter", True)
+    spmd.assert_as_good(outcome, spmd.psum_scatter(per_device(lambda x, w: (x @ w)[:, :3], x, w), 0))
+
+
+def test_the_other_part_of_a_split_in_use_keeps_the_site() -> None:
+    x, w = stacked((8, 5), (5, 6))
+
+    def body(x: Any, w: Any) -> Any:
+        one, other = jnp.split(x @ w, 2, 1)
+        return lax.psum_scatter(one, "x", tiled=True), other
+
+    (site,) = spmd.run_both(body, (x, w)).report.sites
+    assert (site.kind, site.rewritten, site.reason) == ("reduce_scatter", False, "no_dot")
+    assert "split" in site.sentence
+
+
+@VMA
+def test_jax_nn_softmax_over_the_gathered_dim_is_part_of_the_chain(check_vma: bool) -> None:
+    x, w = stacked((3, 4), (16, 5))
+    outcome = spmd.run_both(
+        lambda x, w: jax.nn.softmax(lax.all_gather(x, "x", axis=1, tiled=True)) @ w,
+        (x, w),
+        check_vma=check_vma,
+    )
+    assert outcome.report.sites[0].rewritten
+    np.testing.assert_allclose(outcome.rewritten, outcome.original, atol=1e-5)

@@ -1,0 +1,49 @@
+"""An MLP with FSDP: weights sharded, gathered just before use, and again in the backward pass.
+
+In[B_X, D] · Win[D_X, F] · Wout[F, D_X] → Out[B_X, D].
+Docstrings give the shapes one device sees: b = B / fsdp.
+"""
+
+# JAX leaves its collectives, and what jit and shard_map return, untyped.
+# mypy: allow-untyped-calls, no-warn-return-any
+
+from functools import partial
+from typing import Final
+
+import jax
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from bench.programs.data_parallel import Weights, mlp
+from bench.programs.program import Operand, Program, gather, mean_square
+
+
+def sharded_mlp(axis: str, w: Weights[Array], x: Array) -> Array:
+    """[b, S, D] → [b, S, D]; up weights [D / fsdp, F], down weights [F, D / fsdp]."""
+    return mlp(w._replace(up=gather(w.up, axis, 0), down=gather(w.down, axis, 1)), x)
+
+
+def local_loss(w: Weights[Array], x: Array) -> Array:
+    """Scalar, the same on every device."""
+    block = jax.checkpoint(partial(sharded_mlp, "fsdp"))
+    return lax.pmean(mean_square(block(w, x)), "fsdp")
+
+
+PROGRAM: Final = Program(
+    name="fsdp_mlp",
+    mesh_shape=(8,),
+    axis_names=("fsdp",),
+    sizes={
+        "small": {"B": 8, "S": 4, "D": 16, "F": 32},
+        "real": {"B": 16, "S": 4096, "D": 8192, "F": 28672},
+    },
+    operands=(
+        Weights(
+            norm=Operand("D", P()),
+            up=Operand("D F", P("fsdp"), fan_in="D"),
+            down=Operand("F D", P(None, "fsdp"), fan_in="F"),
+        ),
+        Operand("B S D", P("fsdp")),
+    ),
+    local_loss=local_loss,
+)
