@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from passes import shims
@@ -21,7 +23,7 @@ from passes.schedule import Part
 Read = Callable[[Operand], Any]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Piece:
     """A part of one block.
 
@@ -34,6 +36,7 @@ class Piece:
     owner: Any
     part: Part
     axis_size: int
+    _offsets: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def share(self) -> Fraction:
@@ -43,18 +46,24 @@ class Piece:
     def offset(self, size: int) -> Any:
         """Where the piece begins in a dim of ``size`` elements; traced."""
         block = size // self.axis_size
-        return self.owner * block + int(self.part.start * block)
+        if block not in self._offsets:
+            offset, start = lax.mul(self.owner, np.int32(block)), int(self.part.start * block)
+            self._offsets[block] = lax.add(offset, np.int32(start)) if start else offset
+        return self._offsets[block]
 
     def of(self, whole: Any, dim: int) -> Any:
         """The piece of a whole array."""
         size = whole.shape[dim]
-        return lax.dynamic_slice_in_dim(whole, self.offset(size), int(size * self.share), dim)
+        length = int(size * self.share)
+        return lax.dynamic_slice_in_dim(whole, self.offset(size), length, dim, allow_negative_indices=False)
 
     def place(self, whole: Any, piece: Any, dim: int) -> Any:
         """The whole array with the piece written into it."""
-        return lax.dynamic_update_slice_in_dim(whole, piece, self.offset(whole.shape[dim]), dim)
+        offset = self.offset(whole.shape[dim])
+        return lax.dynamic_update_slice_in_dim(whole, piece, offset, dim, allow_negative_indices=False)
 
 
+@functools.cache
 def accumulator_dtype(dtype: Any) -> Any:
     """Partial sums of floats narrower than 32 bits are added up in float32; others in their own type."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32

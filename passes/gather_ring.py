@@ -13,7 +13,7 @@ from passes.block_eval import Piece, Read, accumulator_dtype, as_varying, blank,
 from passes.chains import AllGatherDot, ShardReduction
 from passes.collective import Collective
 from passes.graph import Dataflow
-from passes.hops import hop, place_after
+from passes.hops import Places, hop
 from passes.schedule import WHOLE, Part, RingSchedule, divisions, parts
 
 Shards = list[tuple[Part, Any]]
@@ -37,11 +37,12 @@ def emit_gather_ring(
     """
     collective = chain.collective
     op, axis_size = flow.ops[collective.op], collective.axis_size
-    send = _direct(flow, collective, shard) if schedule.route == "exchange" else None
+    places = Places(collective)
+    send = _direct(flow, collective, shard, places) if schedule.route == "exchange" else None
     with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{chain.kind}"):
         first = send(0) if send else own_block(collective, shard)
     local = {op.outputs[0]: first}
-    run_on_piece(flow, chain.before, local, Piece(place_after(collective, 0), WHOLE, axis_size), read)
+    run_on_piece(flow, chain.before, local, Piece(places.after(0), WHOLE, axis_size), read)
     dim = chain.blocked[chain.wire]
     at_hand: Shards = [
         (part, _cut(local[chain.wire], dim, part)) for part in parts(schedule, divisions(flow, chain))
@@ -56,8 +57,9 @@ def emit_gather_ring(
                 else:
                     arriving = [(part, hop(piece, collective, part.step)) for part, piece in at_hand]
         for part, piece in at_hand:
-            place = place_after(collective, part.step * step)
-            _take_in(flow, chain, piece, Piece(place, part, axis_size), read, results)
+            _take_in(
+                flow, chain, piece, Piece(places.after(part.step * step), part, axis_size), read, results
+            )
         if arriving:
             tied = tie(*(piece for _, piece in arriving), *results.values())
             at_hand = [(part, piece) for (part, _), piece in zip(arriving, tied, strict=False)]
@@ -76,7 +78,7 @@ def emit_shard_reduction(flow: Dataflow, reduction: ShardReduction, read: Read) 
     collective, op = reduction.collective, flow.ops[reduction.op]
     gather = flow.ops[collective.op]
     pieces = {gather.outputs[0]: own_block(collective, read(gather.inputs[0]))}
-    here = Piece(place_after(collective, 0), WHOLE, collective.axis_size)
+    here = Piece(Places(collective).after(0), WHOLE, collective.axis_size)
     run_on_piece(flow, reduction.path, pieces, here, read)
     (operand,), (value,) = op.inputs, op.outputs
     assert isinstance(operand, int)
@@ -94,14 +96,12 @@ def own_block(collective: Collective, shard: Any) -> Any:
     return shard if collective.tiled else lax.expand_dims(shard, (collective.dim,))
 
 
-def _direct(flow: Dataflow, collective: Collective, operand: Any) -> Callable[[int], Any]:
+def _direct(flow: Dataflow, collective: Collective, operand: Any, places: Places) -> Callable[[int], Any]:
     """How the block of the device ``distance`` places further along is fetched straight from it."""
     split = flow.ops[collective.op].params["split_axis"]
-    size = operand.shape[split] // collective.axis_size
 
     def fetch(distance: int) -> Any:
-        destination = place_after(collective, -distance)
-        block = lax.dynamic_slice_in_dim(operand, destination * size, size, split)
+        block = Piece(places.after(-distance), WHOLE, collective.axis_size).of(operand, split)
         return hop(block, collective, distance) if distance else block
 
     return fetch

@@ -241,9 +241,7 @@ class _Reader:
                         if var in wanted and not shims.is_literal(result)
                     )
                     inner_scope = shims.call_scope(eqn, scope)
-                    results = self._inline(
-                        inner, inner_consts, operands, inner_scope, call or eqn, leading
-                    )
+                    results = self._inline(inner, inner_consts, operands, inner_scope, call or eqn, leading)
                     env.update(zip(eqn.outvars, results, strict=True))
                     continue
             outputs = tuple(self._value(var.aval) for var in eqn.outvars)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,28 +12,44 @@ from jax import lax
 from passes.collective import Collective
 
 
+class Places:
+    """Where the devices of a collective stand, seen from this one; each place is computed once."""
+
+    def __init__(self, collective: Collective) -> None:
+        self._collective = collective
+        self._known: dict[int, Any] = {}
+
+    def after(self, distance: int) -> Any:
+        """The place of the device ``distance`` places further along; traced, int32."""
+        size = self._collective.axis_size
+        distance %= size
+        if 0 not in self._known:
+            self._known[0] = _place(self._collective)
+        if distance not in self._known:
+            moved = lax.add(self._known[0], np.int32(distance))
+            self._known[distance] = lax.rem(moved, np.int32(size))
+        return self._known[distance]
+
+
 def hop(value: Any, collective: Collective, distance: int) -> Any:
     """Sends a value so that each device receives that of the device ``distance`` places further along."""
+    return lax.ppermute(value, tuple(name for name, _ in collective.mesh_sizes), _pairs(collective, distance))
+
+
+@functools.lru_cache(maxsize=1024)
+def _pairs(collective: Collective, distance: int) -> tuple[tuple[int, int], ...]:
+    """Sources and targets of a hop, as indices along the collective's axes in the mesh's order."""
     size = collective.axis_size
-    lines = collective.groups or (tuple(range(size)),)
-    pairs = [(line[place], line[(place - distance) % size]) for line in lines for place in range(size)]
-    ordered = _mesh_indices(collective)
-    names = tuple(name for name, _ in collective.mesh_sizes)
-    return lax.ppermute(value, names, [(ordered[source], ordered[target]) for source, target in pairs])
-
-
-def _mesh_indices(collective: Collective) -> list[int]:
-    """From a device's index along the collective's axes to that along them in the mesh's order."""
     names = [name for name, _ in collective.mesh_sizes]
-    indices = np.arange(np.prod([size for _, size in collective.mesh_sizes], dtype=int))
-    grid = indices.reshape([size for _, size in collective.mesh_sizes])
-    return [int(i) for i in grid.transpose([names.index(axis) for axis in collective.axes]).ravel()]
-
-
-def place_after(collective: Collective, distance: int) -> Any:
-    """The place, among those taking part, of the device ``distance`` places further along; traced, int32."""
-    size = collective.axis_size
-    return lax.rem(_place(collective) + jnp.int32(distance % size), jnp.int32(size))
+    sizes = [length for _, length in collective.mesh_sizes]
+    grid = np.arange(np.prod(sizes, dtype=int)).reshape(sizes)
+    device = [int(i) for i in grid.transpose([names.index(axis) for axis in collective.axes]).ravel()]
+    lines = collective.groups or (tuple(range(size)),)
+    return tuple(
+        (device[line[place]], device[line[(place - distance) % size]])
+        for line in lines
+        for place in range(size)
+    )
 
 
 def _place(collective: Collective) -> Any:
@@ -48,7 +65,7 @@ def _place(collective: Collective) -> Any:
         for place, device in enumerate(group)
     )
     if regular:
-        return lax.rem(lax.div(index, jnp.int32(stride)), jnp.int32(size))
+        return lax.rem(lax.div(index, np.int32(stride)), np.int32(size))
     places = {device: place for group in collective.groups for place, device in enumerate(group)}
     place = jnp.int32(0)
     for device, value in places.items():

@@ -12,7 +12,7 @@ from passes import shims
 from passes.block_eval import Piece, Read, accumulator_dtype, blank, run_on_piece, tie
 from passes.chains import DotReduceScatter
 from passes.graph import Dataflow
-from passes.hops import hop, place_after
+from passes.hops import Places, hop
 from passes.schedule import WHOLE, RingSchedule, divisions, parts
 
 _EXACT = frozenset(
@@ -31,6 +31,7 @@ def emit_scatter_ring(flow: Dataflow, chain: DotReduceScatter, schedule: RingSch
     collective = chain.collective
     op, axis_size = flow.ops[collective.op], collective.axis_size
     widened = _widened(flow, chain)
+    places = Places(collective)
     accumulators: list[Any] = []
     divided = parts(schedule, divisions(flow, chain))
     for step in range(axis_size):
@@ -41,8 +42,8 @@ def emit_scatter_ring(flow: Dataflow, chain: DotReduceScatter, schedule: RingSch
             ]
         partials = []
         for part in divided:
-            place = place_after(collective, -part.step * (step + 1))
-            partial = _partial(flow, chain, Piece(place, part, axis_size), read, widened)
+            piece = Piece(places.after(-part.step * (step + 1)), part, axis_size)
+            partial = _partial(flow, chain, piece, read, widened)
             partials.append(lax.convert_element_type(partial, accumulator_dtype(partial.dtype)))
         if received:
             tied = tie(*received, *partials)
@@ -64,14 +65,15 @@ def emit_scatter_exchange(flow: Dataflow, chain: DotReduceScatter, read: Read) -
     collective = chain.collective
     op, axis_size = flow.ops[collective.op], collective.axis_size
     (value,) = op.outputs
+    places = Places(collective)
     result = blank(flow, value)
     for distance in (*range(1, axis_size), 0):
-        place = place_after(collective, -distance)
-        block = _partial(flow, chain, Piece(place, WHOLE, axis_size), read, frozenset())
+        destination = Piece(places.after(-distance), WHOLE, axis_size)
+        block = _partial(flow, chain, destination, read, frozenset())
         with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{chain.kind}"):
             if distance:
                 block = hop(block, collective, distance)
-            source = Piece(place_after(collective, distance), WHOLE, axis_size)
+            source = Piece(places.after(distance), WHOLE, axis_size)
             result = source.place(result, block, op.params["concat_axis"])
     return result
 
