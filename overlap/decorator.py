@@ -182,15 +182,13 @@ class Overlapped:
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self.original(*args, **kwargs)
         traced = self._inner.trace(*args, **kwargs)
-        # Tracers that the user's function closes over come first among the arguments of its jaxpr.
-        arguments = [*traced._consts, *self._dynamic_leaves(args, kwargs)]
         try:
+            # Tracers that the user's function closes over come first among the arguments of its jaxpr.
+            arguments = [*shims.closed_over(traced), *self._dynamic_leaves(args, kwargs)]
             rewritten, found = self._rewrite(traced.jaxpr, arguments)
             self._log(found)
         except Exception as error:
-            if self._strict:
-                raise
-            self._warn(error)
+            self._failed(error)
             rewritten = None
         if rewritten is None:
             return self._inner(*args, **kwargs)
@@ -204,11 +202,11 @@ class Overlapped:
         guarded = not shims.has_effects(jaxpr)
         plan = passes.make_plan(jaxpr, self._policy, self._hardware_of, differentiable=not guarded)
         found = passes.sites(plan)
-        if not plan.changes:
+        if not plan.changes and not (guarded and self._backward_may_pay(plan)):
             return None, found
         run = passes.rewritten(plan)
         if guarded:
-            run = passes.with_derivative_of(jaxpr, run, self._rewrite_derivative)
+            run = passes.with_derivative_of(jaxpr, run, self._rewrite_derivative, self._failed)
         return self._jitted(run, jaxpr, arguments), found
 
     def _rewrite_derivative(self, jaxpr: Any) -> Callable[..., list[Any]]:
@@ -219,9 +217,7 @@ class Overlapped:
             if plan.changes:
                 return self._jitted(passes.rewritten(plan), jaxpr, jaxpr.in_avals)
         except Exception as error:
-            if self._strict:
-                raise
-            self._warn(error)
+            self._failed(error)
         return jex_core.jaxpr_as_fun(jaxpr)  # type: ignore[no-any-return]
 
     def _jitted(
@@ -234,6 +230,13 @@ class Overlapped:
         if list(results) != list(jaxpr.out_avals):
             raise passes.RewriteError(f"in {self._name}: results are {results}, not {jaxpr.out_avals}")
         return jitted  # type: ignore[no-any-return]
+
+    def _backward_may_pay(self, plan: passes.Plan) -> bool:
+        """Whether a program in which nothing is rewritten may have a derivative in which something is."""
+        if self._policy == "never":
+            return False
+        hardware = [self._hardware_of(kind) for kind in plan.device_kinds]
+        return any(self._policy != "auto" or (known is not None and known.overlaps) for known in hardware)
 
     def _hardware_of(self, device_kind: str | None) -> Hardware | None:
         if self._hardware is not None:
@@ -252,6 +255,12 @@ class Overlapped:
             verdict = "rewritten" if site.rewritten else "kept"
             what = f"{site.kind} over {site.axis} at {site.source}"
             logger.info("%s: %s: %s (%s). %s", self._name, what, verdict, site.reason, site.sentence)
+
+    def _failed(self, error: Exception) -> None:
+        """What follows a failure of the pass: strict functions raise it, others warn and run the original."""
+        if self._strict:
+            raise error
+        self._warn(error)
 
     def _warn(self, error: Exception) -> None:
         if not self._warned:

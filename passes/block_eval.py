@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from passes import shims
@@ -18,38 +16,35 @@ from passes.blocks import LONE, Blockwise, block_params
 from passes.chains import BlockOp
 from passes.gather_match import call_of
 from passes.graph import Dataflow, Operand
+from passes.hops import Places
 from passes.schedule import Part
 
 Read = Callable[[Operand], Any]
 
 
-@dataclasses.dataclass(slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Piece:
     """A part of one block.
 
     Attributes:
-      owner: index along the axis of the device whose block it is; traced, int32.
+      places: where the devices stand.
+      distance: how many places further along the device stands whose block it is.
       part: which part of the block.
-      axis_size: number of blocks.
     """
 
-    owner: Any
+    places: Places
+    distance: int
     part: Part
-    axis_size: int
-    _offsets: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def share(self) -> Fraction:
         """How much of the whole dim the piece is."""
-        return self.part.share / self.axis_size
+        return self.part.share / self.places.axis_size
 
     def offset(self, size: int) -> Any:
         """Where the piece begins in a dim of ``size`` elements; traced."""
-        block = size // self.axis_size
-        if block not in self._offsets:
-            offset, start = lax.mul(self.owner, np.int32(block)), int(self.part.start * block)
-            self._offsets[block] = lax.add(offset, np.int32(start)) if start else offset
-        return self._offsets[block]
+        block = size // self.places.axis_size
+        return self.places.offset(self.distance, block, int(self.part.start * block))
 
     def of(self, whole: Any, dim: int) -> Any:
         """The piece of a whole array."""
@@ -63,7 +58,6 @@ class Piece:
         return lax.dynamic_update_slice_in_dim(whole, piece, offset, dim, allow_negative_indices=False)
 
 
-@functools.cache
 def accumulator_dtype(dtype: Any) -> Any:
     """Partial sums of floats narrower than 32 bits are added up in float32; others in their own type."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32

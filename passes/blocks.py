@@ -67,9 +67,14 @@ def blockwise(primitive: str, call: Call, side: int, dim: int, blocks: int) -> B
     Returns None where it does not act block by block along that dim.
     """
     rule = _RULES.get(primitive)
-    if rule is None or any(call.params.get(name) is not None for name in ("sharding", "out_sharding")):
+    if rule is None or any(shards(call.params.get(name)) for name in ("sharding", "out_sharding")):
         return None
     return rule.dims(call, side, dim, blocks)
+
+
+def shards(sharding: Any) -> bool:
+    """Whether a sharding that an equation asks for, if any, does cut some dim."""
+    return sharding is not None and any(entry is not None for entry in sharding.spec)
 
 
 def block_params(primitive: str, call: Call, dims: Blockwise, share: Fraction) -> Params:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from passes.blocks import shards
 from passes.graph import COLLECTIVES, GATHERS, REDUCTIONS, SCATTERS, Dataflow, Op
 from passes.reasons import Code, Reason
 
@@ -99,8 +100,7 @@ def unsupported(flow: Dataflow, collective: Collective) -> Reason | None:
 
 def explicitly_sharded(aval: Any) -> bool:
     """Whether a value is sharded, by its type, over a mesh axis of type Explicit."""
-    sharding = getattr(aval, "sharding", None)
-    return sharding is not None and any(entry is not None for entry in sharding.spec)
+    return shards(getattr(aval, "sharding", None))
 
 
 def _mesh(flow: Dataflow, op: Op) -> dict[str, int]:

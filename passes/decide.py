@@ -15,7 +15,7 @@ from passes.gather_match import without_dots
 from passes.graph import Dataflow
 from passes.invariance import Invariance
 from passes.match import Match
-from passes.pricing import price
+from passes.pricing import pricer
 from passes.reasons import Code, Reason
 from passes.schedule import RingSchedule, candidates
 from passes.site import Site
@@ -133,14 +133,18 @@ def _propose(
 
     Under the policy "always" a chain of more dots comes first, whatever the benefit.
     """
-    rings = [Ring(chain, schedule) for chain in chains for schedule in candidates(flow, chain)]
+    chains = tuple(chains)
     if policy == "always":
-        most = max(len(ring.chain.dots) for ring in rings)
-        rings = [ring for ring in rings if len(ring.chain.dots) == most]
+        most = max(len(chain.dots) for chain in chains)
+        chains = tuple(chain for chain in chains if len(chain.dots) == most)
     reason = Reason(Code.UNKNOWN_HARDWARE)
     if hardware is None:
-        return Decision(collective, rings[-1], None, False, reason)
-    priced = [(price(flow, ring.chain, ring.schedule, hardware), ring) for ring in rings]
+        last = Ring(chains[-1], candidates(flow, chains[-1])[-1])
+        return Decision(collective, last, None, False, reason)
+    priced: list[tuple[Estimate, Ring]] = []
+    for chain in chains:
+        price = pricer(flow, chain, hardware)
+        priced.extend((price(schedule), Ring(chain, schedule)) for schedule in candidates(flow, chain))
     best, ring = max(priced, key=lambda p: p[0].benefit_s)
     return Decision(collective, ring, best, False, reason)
 

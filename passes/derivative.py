@@ -20,18 +20,26 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
+from passes import shims
+
 Function = Callable[..., list[Any]]
 
 
-def with_derivative_of(jaxpr: Any, run: Function, rewrite: Callable[[Any], Function]) -> Function:
+def with_derivative_of(
+    jaxpr: Any, run: Function, rewrite: Callable[[Any], Function], failed: Callable[[Exception], None]
+) -> Function:
     """``run`` with the derivative of the program that it stands for.
 
     Args:
       jaxpr: the original program, closed.
       run: the rewritten program, of the same arguments and results.
       rewrite: rewrites another closed jaxpr into a function that jax may differentiate.
+      failed: told if the derivative cannot be made so; it may raise, else that of the original is taken.
     """
-    original = jex_core.jaxpr_as_fun(jaxpr)
+    # What the program does not use is kept out, so that jit can still leave it out.
+    used = _used(jaxpr)
+    in_avals = _where(used, jaxpr.in_avals)
+    original = _of_used(jex_core.jaxpr_as_fun(jaxpr), used)
     smooth = [_is_smooth(aval) for aval in jaxpr.out_avals]
 
     def along(active: Sequence[bool], primals: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
@@ -46,7 +54,7 @@ def with_derivative_of(jaxpr: Any, run: Function, rewrite: Callable[[Any], Funct
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         active = [
             _is_smooth(aval) and not isinstance(tangent, SymbolicZero)
-            for aval, tangent in zip(jaxpr.in_avals, tangents, strict=True)
+            for aval, tangent in zip(in_avals, tangents, strict=True)
         ]
         structure: list[Any] = []
 
@@ -71,16 +79,56 @@ def with_derivative_of(jaxpr: Any, run: Function, rewrite: Callable[[Any], Funct
             def backward(*both: Any) -> list[Any]:
                 return list(jax.tree.unflatten(tree, both[: len(residuals)])(list(both[len(residuals) :])))
 
-            return rewrite(jax.make_jaxpr(backward)(*residuals, *cotangents))(*residuals, *cotangents)
+            try:
+                return rewrite(jax.make_jaxpr(backward)(*residuals, *cotangents))(*residuals, *cotangents)
+            except Exception as error:
+                failed(error)
+            return backward(*residuals, *cotangents)
 
         moved = _where(active, tangents)
         pushed = _linear(push, pull, residuals, list(primals), moved, list(map(jax.typeof, results)))
         zeros = [np.zeros(np.shape(other), jax.dtypes.float0) for other in others]
         return _shuffled(smooth, results, others), _shuffled(smooth, pushed, zeros)
 
-    guarded = jax.custom_jvp(lambda *arguments: run(*arguments))
-    guarded.defjvp(derivative, symbolic_zeros=True)
-    return lambda *arguments: guarded(*arguments)
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        try:
+            return derivative(primals, tangents)
+        except Exception as error:
+            failed(error)
+        return _plain_derivative(original, in_avals, primals, tangents)
+
+    guarded = jax.custom_jvp(_of_used(run, used))
+    guarded.defjvp(rule, symbolic_zeros=True)
+    return lambda *arguments: guarded(*_where(used, arguments))
+
+
+def _used(jaxpr: Any) -> list[bool]:
+    """Which arguments some equation or result of a program reads."""
+    body, _ = shims.open_jaxpr(jaxpr)
+    atoms = [atom for eqn in body.eqns for atom in eqn.invars] + list(body.outvars)
+    read = {atom for atom in atoms if not shims.is_literal(atom)}
+    return [var in read for var in body.invars]
+
+
+def _of_used(function: Function, used: Sequence[bool]) -> Function:
+    """A function of the used arguments alone; in place of the others, which it never reads, it gets None."""
+    absent = [None] * len(used)
+    return lambda *arguments: function(*_merged(used, arguments, absent))
+
+
+def _plain_derivative(
+    original: Function, in_avals: Sequence[Any], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The derivative of the original, as jax has it."""
+
+    def full(aval: Any, primal: Any, tangent: Any) -> Any:
+        if not _is_smooth(aval):
+            return np.zeros(np.shape(primal), jax.dtypes.float0)
+        return jnp.zeros_like(primal) if isinstance(tangent, SymbolicZero) else tangent
+
+    moved = [full(*each) for each in zip(in_avals, primals, tangents, strict=True)]
+    results, pushed = jax.jvp(original, tuple(primals), tuple(moved))
+    return list(results), list(pushed)
 
 
 def _is_smooth(aval: Any) -> bool:

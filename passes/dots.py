@@ -57,7 +57,14 @@ def dot_dims(dimension_numbers: Any, ranks: tuple[int, int], side: int, dim: int
     return DotDims("free", (dim, None) if side == 0 else (None, dim), result)
 
 
-def matmul(dimension_numbers: Any, lhs: tuple[int, ...], rhs: tuple[int, ...], dtypes: Any) -> Matmul:
+def matmul(
+    dimension_numbers: Any,
+    lhs: tuple[int, ...],
+    rhs: tuple[int, ...],
+    lhs_dtype: Any,
+    rhs_dtype: Any,
+    out_dtype: Any,
+) -> Matmul:
     """The sizes of a dot of two shapes for the cost model: dims of one role are multiplied together."""
     contracting, batch = dimension_numbers
 
@@ -69,5 +76,6 @@ def matmul(dimension_numbers: Any, lhs: tuple[int, ...], rhs: tuple[int, ...], d
         m=size(lhs, _free(len(lhs), contracting[0], batch[0])),
         k=size(lhs, contracting[0]),
         n=size(rhs, _free(len(rhs), contracting[1], batch[1])),
-        dtype=str(max(dtypes, key=lambda dtype: dtype.itemsize)),
+        dtype=(lhs_dtype if lhs_dtype.itemsize >= rhs_dtype.itemsize else rhs_dtype).name,
+        out_dtype=out_dtype.name,
     )

@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 
 from passes import shims
-from passes.blocks import Call, blockwise
+from passes.blocks import Call, blockwise, shards
 from passes.chains import AllGatherDot, BlockOp, ShardReduction
 from passes.collective import Collective, explicitly_sharded
 from passes.dots import dot_dims
@@ -128,7 +128,7 @@ def _is_shard_reduction(flow: Dataflow, sinking: Sinking, op: Op, dim: int) -> b
     return (
         (op.name == "reduce_sum" or (op.name in ("reduce_max", "reduce_min") and not flow.differentiable))
         and dim in op.params["axes"]
-        and op.params.get("out_sharding") is None
+        and not shards(op.params.get("out_sharding"))
         and op.inputs[0] in sinking.uniform
         and sinking.collective.kind == "all_gather"
         and sinking.collective.groups is None

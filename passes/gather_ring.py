@@ -13,14 +13,14 @@ from passes.block_eval import Piece, Read, accumulator_dtype, as_varying, blank,
 from passes.chains import AllGatherDot, ShardReduction
 from passes.collective import Collective
 from passes.graph import Dataflow
-from passes.hops import Places, hop
+from passes.hops import Places
 from passes.schedule import WHOLE, Part, RingSchedule, divisions, parts
 
 Shards = list[tuple[Part, Any]]
 
 
 def emit_gather_ring(
-    flow: Dataflow, chain: AllGatherDot, schedule: RingSchedule, shard: Any, read: Read
+    flow: Dataflow, chain: AllGatherDot, schedule: RingSchedule, shard: Any, read: Read, places: Places
 ) -> dict[int, Any]:
     """Runs the chain as a ring and returns the values that the rest of the program needs, by number.
 
@@ -34,15 +34,15 @@ def emit_gather_ring(
       schedule: how the shards travel.
       shard: the collective's operand.
       read: gives whole values.
+      places: where the collective's devices stand.
     """
     collective = chain.collective
     op, axis_size = flow.ops[collective.op], collective.axis_size
-    places = Places(collective)
     send = _direct(flow, collective, shard, places) if schedule.route == "exchange" else None
     with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{chain.kind}"):
         first = send(0) if send else own_block(collective, shard)
     local = {op.outputs[0]: first}
-    run_on_piece(flow, chain.before, local, Piece(places.after(0), WHOLE, axis_size), read)
+    run_on_piece(flow, chain.before, local, Piece(places, 0, WHOLE), read)
     dim = chain.blocked[chain.wire]
     at_hand: Shards = [
         (part, _cut(local[chain.wire], dim, part)) for part in parts(schedule, divisions(flow, chain))
@@ -55,11 +55,9 @@ def emit_gather_ring(
                 if send:
                     arriving = [(part, send(step + 1)) for part, _ in at_hand]
                 else:
-                    arriving = [(part, hop(piece, collective, part.step)) for part, piece in at_hand]
+                    arriving = [(part, places.hop(piece, part.step)) for part, piece in at_hand]
         for part, piece in at_hand:
-            _take_in(
-                flow, chain, piece, Piece(places.after(part.step * step), part, axis_size), read, results
-            )
+            _take_in(flow, chain, piece, Piece(places, part.step * step, part), read, results)
         if arriving:
             tied = tie(*(piece for _, piece in arriving), *results.values())
             at_hand = [(part, piece) for (part, _), piece in zip(arriving, tied, strict=False)]
@@ -70,7 +68,9 @@ def emit_gather_ring(
     return results
 
 
-def emit_shard_reduction(flow: Dataflow, reduction: ShardReduction, read: Read) -> dict[int, Any]:
+def emit_shard_reduction(
+    flow: Dataflow, reduction: ShardReduction, read: Read, places: Places
+) -> dict[int, Any]:
     """Reduces a gathered value over the gathered dim: each device its own shard, then across devices.
 
     Sums are in float32 at least.
@@ -78,7 +78,7 @@ def emit_shard_reduction(flow: Dataflow, reduction: ShardReduction, read: Read) 
     collective, op = reduction.collective, flow.ops[reduction.op]
     gather = flow.ops[collective.op]
     pieces = {gather.outputs[0]: own_block(collective, read(gather.inputs[0]))}
-    here = Piece(Places(collective).after(0), WHOLE, collective.axis_size)
+    here = Piece(places, 0, WHOLE)
     run_on_piece(flow, reduction.path, pieces, here, read)
     (operand,), (value,) = op.inputs, op.outputs
     assert isinstance(operand, int)
@@ -101,8 +101,8 @@ def _direct(flow: Dataflow, collective: Collective, operand: Any, places: Places
     split = flow.ops[collective.op].params["split_axis"]
 
     def fetch(distance: int) -> Any:
-        block = Piece(places.after(-distance), WHOLE, collective.axis_size).of(operand, split)
-        return hop(block, collective, distance) if distance else block
+        block = Piece(places, -distance, WHOLE).of(operand, split)
+        return places.hop(block, distance) if distance else block
 
     return fetch
 

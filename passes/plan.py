@@ -65,6 +65,18 @@ class Plan:
             b.changes for bodies in self.bodies.values() for plans in bodies.values() for b in plans
         )
 
+    @cached_property
+    def device_kinds(self) -> frozenset[str | None]:
+        """The kinds of devices that the shard_maps of the program run on."""
+        inner = [b for bodies in self.bodies.values() for plans in bodies.values() for b in plans]
+        own = {
+            shims.device_kind(var.aval)
+            for op in self.flow.ops
+            if op.name == "shard_map"
+            for var in shims.open_jaxpr(op.params["jaxpr"])[0].invars[:1]
+        }
+        return frozenset(own).union(*(body.device_kinds for body in inner))
+
 
 def make_plan(jaxpr: Any, policy: Policy, hardware_of: HardwareOf, *, differentiable: bool = False) -> Plan:
     """Plans the rewrite of a jaxpr and of all jaxprs inside it.

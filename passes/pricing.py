@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -23,32 +24,43 @@ from passes.dots import matmul
 from passes.graph import Dataflow
 from passes.schedule import RingSchedule
 
+Pricer = Callable[[RingSchedule], Estimate]
 
-def price(flow: Dataflow, chain: Chain, schedule: RingSchedule, hardware: Hardware) -> Estimate:
-    """Predicted times of the chain as written and as a ring."""
+
+def pricer(flow: Dataflow, chain: Chain, hardware: Hardware) -> Pricer:
+    """Predicts, per schedule, the times of the chain as written and as a ring. Sizes are worked out once."""
     axis_size = chain.collective.axis_size
+    op = flow.ops[chain.collective.op]
     if isinstance(chain, DotPsum):
-        before = price(flow, chain.scatter, schedule, hardware)
+        before = pricer(flow, chain.scatter, hardware)
         if chain.gather is not None:
-            return before + price(flow, chain.gather, schedule, hardware)
-        total = flow.avals[flow.ops[chain.collective.op].outputs[0]]
-        return before + _alone(all_gather_s(total.size * total.dtype.itemsize, axis_size, hardware))
-    if schedule.route == "exchange":
-        operand = flow.aval(flow.ops[chain.collective.op].inputs[0])
-        return exchange_estimate(
+            after = pricer(flow, chain.gather, hardware)
+            return lambda schedule: before(schedule) + after(schedule)
+        total = flow.avals[op.outputs[0]]
+        gather = _alone(all_gather_s(total.size * total.dtype.itemsize, axis_size, hardware))
+        return lambda schedule: before(schedule) + gather
+    if chain.collective.kind == "all_to_all":
+        operand = flow.aval(op.inputs[0])
+        exchange = exchange_estimate(
             axis_size=axis_size,
             block_bytes=operand.size * operand.dtype.itemsize / axis_size,
             matmuls=_matmuls(flow, chain, Fraction(1)),
             partials=_matmuls(flow, chain, Fraction(1, axis_size)),
             hardware=hardware,
         )
-    priced = estimate(ring_work(flow, chain), hardware, directions=schedule.directions)
+        return lambda schedule: exchange
+    work = ring_work(flow, chain)
+    added_s = 0.0
     for reduction in chain.reductions if isinstance(chain, AllGatherDot) else ():
-        summed = flow.avals[flow.ops[reduction.op].outputs[0]]
-        sum_bytes = summed.size * accumulator_dtype(summed.dtype).itemsize
-        added_s = all_reduce_s(sum_bytes, axis_size, hardware)
-        priced = dataclasses.replace(priced, overlapped_s=priced.overlapped_s + added_s)
-    return priced
+        reduced = flow.avals[flow.ops[reduction.op].outputs[0]]
+        reduced_bytes = reduced.size * accumulator_dtype(reduced.dtype).itemsize
+        added_s += all_reduce_s(reduced_bytes, axis_size, hardware)
+
+    def ring(schedule: RingSchedule) -> Estimate:
+        priced = estimate(work, hardware, directions=schedule.directions)
+        return dataclasses.replace(priced, overlapped_s=priced.overlapped_s + added_s) if added_s else priced
+
+    return ring
 
 
 def ring_work(flow: Dataflow, chain: AllGatherDot | DotReduceScatter) -> RingWork:
@@ -106,6 +118,6 @@ def _matmul(flow: Dataflow, dot: BlockOp, share: Fraction) -> Matmul:
         if dim is not None:
             shape[dim] = math.ceil(shape[dim] * share)
         shapes.append(tuple(shape))
-    lhs, rhs = (flow.aval(operand) for operand in op.inputs)
-    whole = matmul(op.params["dimension_numbers"], shapes[0], shapes[1], (lhs.dtype, rhs.dtype))
-    return dataclasses.replace(whole, out_dtype=str(flow.avals[op.outputs[0]].dtype))
+    lhs, rhs = (flow.aval(operand).dtype for operand in op.inputs)
+    out = flow.avals[op.outputs[0]].dtype
+    return matmul(op.params["dimension_numbers"], shapes[0], shapes[1], lhs, rhs, out)

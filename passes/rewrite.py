@@ -15,6 +15,7 @@ from passes.collective import Collective
 from passes.decide import Ring, Unit
 from passes.gather_ring import emit_gather_ring, emit_shard_reduction, own_block
 from passes.graph import Dataflow, Literal, Op, Operand
+from passes.hops import Places, PlacesOf
 from passes.plan import BODIES, Plan
 from passes.psum_ring import emit_psum_rings
 from passes.scatter_ring import emit_scatter_exchange, emit_scatter_ring
@@ -46,6 +47,7 @@ class _Rewriter:
     def run(self, plan: Plan, arguments: Sequence[Any]) -> list[Any]:
         flow = plan.flow
         env: dict[int, Any] = {**flow.constants, **dict(zip(flow.inputs, arguments, strict=True))}
+        places = PlacesOf()
         remaining = [len(users) for users in flow.users]
 
         def read(operand: Operand) -> Any:
@@ -53,7 +55,7 @@ class _Rewriter:
 
         for unit in plan.order:
             if not isinstance(unit, int):
-                env.update(_emit(flow, unit, read))
+                env.update(_emit(flow, unit, read, places))
                 continue
             op = flow.ops[unit]
             values = list(map(read, op.inputs))
@@ -110,14 +112,17 @@ class _Rewriter:
         return self.traced[plan]
 
 
-def _emit(flow: Dataflow, unit: Unit, read: Read) -> dict[int, Any]:
+def _emit(flow: Dataflow, unit: Unit, read: Read, places: PlacesOf) -> dict[int, Any]:
     """Runs what stands in place of operations."""
     if isinstance(unit, Lone):
         collective, results = unit.collective, _emit_nothing(flow, unit.collective, read)
     elif isinstance(unit, ShardReduction):
-        collective, results = unit.collective, emit_shard_reduction(flow, unit, read)
+        collective, results = unit.collective, emit_shard_reduction(flow, unit, read, places(unit.collective))
     else:
-        collective, results = unit.chain.collective, _emit_ring(flow, unit, read)
+        collective, results = (
+            unit.chain.collective,
+            _emit_ring(flow, unit, read, places(unit.chain.collective)),
+        )
     for value, result in results.items():
         if jax.typeof(result) != flow.avals[value]:
             where = flow.ops[collective.op].source
@@ -136,13 +141,13 @@ def _emit_nothing(flow: Dataflow, collective: Collective, read: Read) -> dict[in
     return {op.outputs[0]: operand}
 
 
-def _emit_ring(flow: Dataflow, ring: Ring, read: Read) -> dict[int, Any]:
+def _emit_ring(flow: Dataflow, ring: Ring, read: Read, places: Places) -> dict[int, Any]:
     chain = ring.chain
     op = flow.ops[chain.collective.op]
     if isinstance(chain, DotPsum):
-        return emit_psum_rings(flow, chain, ring.schedule, read)
+        return emit_psum_rings(flow, chain, ring.schedule, read, places)
     if isinstance(chain, AllGatherDot):
-        return emit_gather_ring(flow, chain, ring.schedule, read(op.inputs[0]), read)
+        return emit_gather_ring(flow, chain, ring.schedule, read(op.inputs[0]), read, places)
     if ring.schedule.route == "exchange":
-        return {op.outputs[0]: emit_scatter_exchange(flow, chain, read)}
-    return {op.outputs[0]: emit_scatter_ring(flow, chain, ring.schedule, read)}
+        return {op.outputs[0]: emit_scatter_exchange(flow, chain, read, places)}
+    return {op.outputs[0]: emit_scatter_ring(flow, chain, ring.schedule, read, places)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 
 from passes import shims
-from passes.blocks import RESULT, Blockwise, blockwise
+from passes.blocks import RESULT, Blockwise, blockwise, is_blockwise
 from passes.chains import BlockOp, DotReduceScatter
 from passes.collective import Collective, explicitly_sharded
 from passes.dots import DotDims, dot_dims
@@ -80,8 +80,8 @@ def _climb(
     (dim, *others) = set[int | None]().union(*(asked.get(value, ()) for value in op.outputs))
     users = {user for value in op.outputs for user in flow.users[value]}
     if others or dim is None or not users <= taken:
-        is_dot = op.name == "dot_general"
-        return Reason(Code.PARTIAL_SUM_ESCAPES if is_dot else Code.NO_DOT, where)
+        escapes = _follows_from_dot(flow, index)
+        return Reason(Code.PARTIAL_SUM_ESCAPES if escapes else Code.NO_DOT, where)
     if op.name != "dot_general":
         rule = blockwise(op.name, call_of(flow, op), RESULT, dim, collective.axis_size)
         return rule if rule is not None else Reason(Code.NO_DOT, where)
@@ -91,6 +91,18 @@ def _climb(
     if not lhs.size or not rhs.size:
         return Reason(Code.EMPTY, where)
     return dot_dims(op.params["dimension_numbers"], (len(lhs.shape), len(rhs.shape)), RESULT, dim)
+
+
+def _follows_from_dot(flow: Dataflow, index: int) -> bool:
+    """Whether an operation is a dot or follows, in a few blockwise steps, from one."""
+    nearest = [index]
+    for _ in range(8):
+        if any(flow.ops[i].name == "dot_general" for i in nearest):
+            return True
+        blockwise_ones = [flow.ops[i] for i in nearest if is_blockwise(flow.ops[i].name)]
+        operands = [o for op in blockwise_ones for o in op.inputs if isinstance(o, int)]
+        nearest = [flow.producer[o] for o in operands if o in flow.producer][:16]
+    return False
 
 
 def _leading_from_dots(flow: Dataflow, climbed: list[BlockOp]) -> tuple[BlockOp, ...]:

@@ -12,7 +12,7 @@ from passes import shims
 from passes.block_eval import Piece, Read, accumulator_dtype, blank, run_on_piece, tie
 from passes.chains import DotReduceScatter
 from passes.graph import Dataflow
-from passes.hops import Places, hop
+from passes.hops import Places
 from passes.schedule import WHOLE, RingSchedule, divisions, parts
 
 _EXACT = frozenset(
@@ -21,7 +21,9 @@ _EXACT = frozenset(
 """Equations that only move elements or change their type: a wider dot may come through them unrounded."""
 
 
-def emit_scatter_ring(flow: Dataflow, chain: DotReduceScatter, schedule: RingSchedule, read: Read) -> Any:
+def emit_scatter_ring(
+    flow: Dataflow, chain: DotReduceScatter, schedule: RingSchedule, read: Read, places: Places
+) -> Any:
     """Runs the chain as a ring and returns this device's shard of the result.
 
     The accumulator of the shard of device (i+P-1-s) mod P visits device i at step s and ends at its owner.
@@ -31,18 +33,17 @@ def emit_scatter_ring(flow: Dataflow, chain: DotReduceScatter, schedule: RingSch
     collective = chain.collective
     op, axis_size = flow.ops[collective.op], collective.axis_size
     widened = _widened(flow, chain)
-    places = Places(collective)
     accumulators: list[Any] = []
     divided = parts(schedule, divisions(flow, chain))
     for step in range(axis_size):
         with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{chain.kind}"):
             received = [
-                hop(accumulator, collective, -part.step)
+                places.hop(accumulator, -part.step)
                 for part, accumulator in zip(divided, accumulators, strict=False)
             ]
         partials = []
         for part in divided:
-            piece = Piece(places.after(-part.step * (step + 1)), part, axis_size)
+            piece = Piece(places, -part.step * (step + 1), part)
             partial = _partial(flow, chain, piece, read, widened)
             partials.append(lax.convert_element_type(partial, accumulator_dtype(partial.dtype)))
         if received:
@@ -56,7 +57,7 @@ def emit_scatter_ring(flow: Dataflow, chain: DotReduceScatter, schedule: RingSch
         return result if collective.tiled else lax.squeeze(result, (collective.dim,))
 
 
-def emit_scatter_exchange(flow: Dataflow, chain: DotReduceScatter, read: Read) -> Any:
+def emit_scatter_exchange(flow: Dataflow, chain: DotReduceScatter, read: Read, places: Places) -> Any:
     """Runs a ``dot → all_to_all`` chain as direct exchanges and returns the collective's result.
 
     At step s the block for device (i-s) mod P is made; it is sent there while the next one is made. This
@@ -65,15 +66,14 @@ def emit_scatter_exchange(flow: Dataflow, chain: DotReduceScatter, read: Read) -
     collective = chain.collective
     op, axis_size = flow.ops[collective.op], collective.axis_size
     (value,) = op.outputs
-    places = Places(collective)
     result = blank(flow, value)
     for distance in (*range(1, axis_size), 0):
-        destination = Piece(places.after(-distance), WHOLE, axis_size)
+        destination = Piece(places, -distance, WHOLE)
         block = _partial(flow, chain, destination, read, frozenset())
         with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{chain.kind}"):
             if distance:
-                block = hop(block, collective, distance)
-            source = Piece(places.after(distance), WHOLE, axis_size)
+                block = places.hop(block, distance)
+            source = Piece(places, distance, WHOLE)
             result = source.place(result, block, op.params["concat_axis"])
     return result
 

@@ -134,6 +134,11 @@ class JitOptions:
     static_argnames: tuple[str, ...]
 
 
+def closed_over(traced: Any) -> tuple[Any, ...]:
+    """The tracers that a function closes over: the first arguments of its traced jaxpr."""
+    return tuple(traced._consts)
+
+
 def uninitialised(shape: tuple[int, ...], dtype: Any, *, differentiable: bool) -> Any:
     """An array to be overwritten. Filling it with zeros costs real time, but sometimes must be.
 
@@ -161,13 +166,14 @@ def jit_options(fun: Any) -> JitOptions:
         "static_argnums": info.static_argnums,
         "static_argnames": info.static_argnames,
         "donate_argnums": info.donate_argnums,
-        "donate_argnames": info.donate_argnames,
         "keep_unused": info.keep_unused,
         "inline": info.inline,
         "out_shardings": _with_layouts(info, "out"),
     }
     if info.user_specified_in_shardings or any(leaf is not None for leaf in info.in_layouts_leaves):
         kwargs["in_shardings"] = _with_layouts(info, "in")
+    if info.donate_argnames:
+        kwargs["donate_argnames"] = info.donate_argnames
     if info.compiler_options_kvs:
         kwargs["compiler_options"] = dict(info.compiler_options_kvs)
     for name in ("device", "backend"):

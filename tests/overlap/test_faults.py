@@ -320,7 +320,17 @@ def test_a_fault_while_the_program_is_differentiated_leaves_the_original() -> No
     decorated = always(jitted)
     with watching(lambda code: forward.update([code])):
         decorated.trace(*REF.arguments)
-    later = [c for c in both if both[c] > forward[c] and not c.co_flags & inspect.CO_GENERATOR]
+    # The functions that catch faults of the rest, and what jax calls to get there, cannot catch their own.
+    rule = "with_derivative_of.<locals>."
+    nets = {f"{rule}rule", f"{rule}derivative.<locals>.pull"}
+    later = [
+        code
+        for code in both
+        if both[code] > forward[code]
+        and not code.co_flags & inspect.CO_GENERATOR
+        and code.co_qualname not in nets
+        and not code.co_qualname.startswith(("_transpose", "_split"))
+    ]
     assert later, "the program is planned anew where it is differentiated"
     for code in later:
         decorated = overlap_collectives(jitted, policy="always")

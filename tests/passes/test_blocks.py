@@ -17,14 +17,16 @@ import pytest
 from hypothesis import example, given, settings
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from passes import shims
 from passes.block_eval import Piece, run_on_piece
 from passes.blocks import _RULES, RESULT, Blockwise, Call, block_params, blockwise
 from passes.chains import BlockOp
+from passes.collective import Collective
 from passes.gather_match import call_of
 from passes.graph import Dataflow, Literal, Operand, dataflow
+from passes.hops import Places
 from passes.schedule import WHOLE, Part
 from tests.passes import bodies, spmd
 
@@ -53,6 +55,13 @@ class Case:
     args: tuple[Any, ...]
 
 
+class Numbered(Places):
+    """Devices by number, without a mesh: this one is number 0."""
+
+    def after(self, distance: int) -> Any:
+        return jnp.int32(distance % self.axis_size)
+
+
 def of(fun: Callable[..., Any], *args: Any) -> Case:
     return Case(fun, args)
 
@@ -65,7 +74,8 @@ CUBE = floats(4, 6, 12)
 
 UNARY_NAMES = """
 abs acos asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2
-expm1 floor is_finite lgamma log log1p logistic neg round rsqrt sign sin sinh sqrt square stop_gradient tan tanh
+expm1 floor is_finite lgamma log log1p logistic neg round rsqrt sign sin sinh sqrt square stop_gradient tan
+tanh
 """
 BINARY_NAMES = "add atan2 div eq ge gt le lt max min ne nextafter pow rem sub"
 UNARY: dict[str, Callable[..., Any]] = {name: getattr(lax, name) for name in UNARY_NAMES.split()}
@@ -204,7 +214,7 @@ class Equation:
 
         def run(*_: Any) -> list[Any]:
             pieces: dict[int, Any] = {}
-            piece = Piece(jnp.int32(block), part, blocks)
+            piece = Piece(Numbered(Collective(0, "all_gather", ("x",), blocks)), block, part)
             run_on_piece(self.flow, [BlockOp(self.index, dims)], pieces, piece, read)
             return [pieces[value] for value in self.flow.ops[self.index].outputs]
 
@@ -363,7 +373,10 @@ def test_a_primitive_without_a_rule_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["sharding", "out_sharding"])
 def test_an_equation_with_a_sharding_of_its_own_is_refused(name: str) -> None:
-    call = Call({name: object()}, ((4, 6),), ((4, 6),))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    call = Call({name: NamedSharding(mesh, PartitionSpec("x", None))}, ((4, 6),), ((4, 6),))
+    whole = Call({name: NamedSharding(mesh, PartitionSpec(None, None))}, ((4, 6),), ((4, 6),))
+    assert blockwise("tanh", whole, 0, 0, 2) is not None
     assert blockwise("tanh", Call({name: None}, *((((4, 6),),) * 2)), 0, 0, 2) is not None
     assert blockwise("tanh", call, 0, 0, 2) is None
 

@@ -134,11 +134,11 @@ def test_matmul_sizes_are_the_products_of_the_dims_of_each_role(dot: Einsum) -> 
         dot.dimension_numbers,
         dot.shape(dot.lhs),
         dot.shape(dot.rhs),
-        (np.dtype("int8"), np.dtype("float32")),
+        *map(np.dtype, ("int8", "float32", "float16")),
     )
     roles = dot.batch + dot.contracting
     free = ["".join(c for c in letters if c not in roles) for letters in (dot.lhs, dot.rhs)]
     wanted = [math.prod(dot.shape(letters)) for letters in (dot.batch, free[0], dot.contracting, free[1])]
     assert [sizes.batch, sizes.m, sizes.k, sizes.n] == wanted
     assert sizes.batch * sizes.m * sizes.n == math.prod(dot.shape(dot.out))
-    assert sizes.dtype == "float32"
+    assert (sizes.dtype, sizes.out_dtype) == ("float32", "float16")
