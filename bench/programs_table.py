@@ -111,11 +111,11 @@ def programs() -> Iterator[tuple[str, Mesh, Any, tuple[Any, ...]]]:
     yield "decoder", mesh, decoder.make_train_step(config, mesh), shapes
 
 
-def rows() -> Iterator[Row]:
+def rows(policies: Sequence[Policy] = POLICIES) -> Iterator[Row]:
     """The table's rows, each as soon as it is known."""
     for name, mesh, step, shapes in programs():
         axes = " × ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
-        for policy in POLICIES:
+        for policy in policies:
             decorated = overlap_collectives(step, policy=policy, hardware=HARDWARE, strict=True)
             yield Row(program=name, mesh=axes, policy=str(policy), report=decorated.explain(*shapes))
 

@@ -105,6 +105,7 @@ def run(*, seed: int = 0, tpu: bool = True) -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     equal = _train(console, decoder, seed)
     _explain(console, decoder)
+    _programs(console)
     compiled = _compile_both(console, tpu)
     return 0 if equal and compiled else 1
 
@@ -205,6 +206,20 @@ def _explain(console: Console, decoder: ModuleType) -> None:
         f"\nOf the small decoder trained above, {len(small.rewritten)} of {len(small.sites)} would be "
         f"rewritten on v5p: its arrays are too small for a ring to pay. Kept: {reasons}."
     )
+
+
+def _programs(console: Console) -> None:
+    """Tells what is decided about the other programs of parallel training, in real sizes."""
+    from bench import programs_table
+
+    _heading(console, "Other programs, as decided for TPU v5p")
+    table = _table("program", "rewritten", "kept, and why", "modelled ms")
+    table.columns[2].justify = "left"
+    with _status(console, "tracing the programs"):
+        for row in programs_table.rows(("auto",)):
+            program, _, _, rewritten, kept, times = row.cells
+            table.add_row(program, rewritten, kept, times.replace(" → ", "→"))
+    console.print(table)
 
 
 def _compile_both(console: Console, wanted: bool) -> bool:

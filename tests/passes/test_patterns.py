@@ -439,3 +439,46 @@ def test_jax_nn_softmax_over_the_gathered_dim_is_part_of_the_chain(check_vma: bo
     )
     assert outcome.report.sites[0].rewritten
     np.testing.assert_allclose(outcome.rewritten, outcome.original, atol=1e-5)
+
+
+@VMA
+def test_chains_of_the_backward_pass_alone_become_rings(check_vma: bool) -> None:
+    """Data parallelism: the forward pass has no collective, the weight's gradient is a dot and a psum."""
+    x = RNG.normal(size=(16, 5)).astype(np.float32)
+    w = RNG.normal(size=(5, 8)).astype(np.float32)
+    mapped = jax.shard_map(
+        lambda x, w: jnp.tanh(x @ w),
+        mesh=spmd.mesh_of(4),
+        in_specs=(P("x"), P()),
+        out_specs=P("x"),
+        check_vma=check_vma,
+    )
+    decorated = overlap.overlap_collectives(jax.jit(mapped), policy="always", strict=True, hardware="tpu_v5p")
+    gradient = jax.jit(jax.grad(lambda w: (decorated(x, w) ** 2).sum()))
+    assert "collective_permute" in gradient.lower(w).as_text()
+    y = np.tanh(x.astype(np.float64) @ w)
+    np.testing.assert_allclose(gradient(w), x.T @ (2 * y * (1 - y**2)), atol=1e-4)
+
+
+@VMA
+def test_a_reshape_of_a_gathered_weight_is_followed_in_its_gradient_too(check_vma: bool) -> None:
+    """The transpose of a reshape names a sharding, which shards nothing."""
+    x = RNG.normal(size=(4, 6)).astype(np.float32)
+    w = RNG.normal(size=(8, 8)).astype(np.float32)
+
+    def loss(x: Any, w: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            w = lax.all_gather(w, "x", axis=0, tiled=True).reshape(8, 2, 4)
+            return jnp.einsum("bd,dhk->bhk", jnp.tile(x, (1, 2))[:, :8], w)
+
+        specs = (P("x"), P("x"))
+        mapped = jax.shard_map(
+            body, mesh=spmd.mesh_of(4), in_specs=specs, out_specs=P("x"), check_vma=check_vma
+        )
+        return (mapped(x, w) ** 2).sum()
+
+    gradient = jax.jit(jax.grad(loss, argnums=1))
+    decorated = overlap.overlap_collectives(gradient, policy="always", strict=True, hardware="tpu_v5p")
+    kinds = {site.kind for site in decorated.explain(x, w).sites if site.rewritten}
+    assert kinds == {"all_gather_dot", "dot_reduce_scatter"}
+    np.testing.assert_allclose(decorated(x, w), gradient(x, w), rtol=1e-4, atol=1e-4)
