@@ -80,7 +80,9 @@ def _climb(
     (dim, *others) = set[int | None]().union(*(asked.get(value, ()) for value in op.outputs))
     users = {user for value in op.outputs for user in flow.users[value]}
     if others or dim is None or not users <= taken:
-        escapes = _follows_from_dot(flow, index)
+        # What is reduced on the way, such as a bias's gradient, would be no matmul even if it were not shared.
+        reduced = any(flow.ops[i].name.startswith("reduce_") for i in taken - {collective.op})
+        escapes = not reduced and _follows_from_dot(flow, index)
         return Reason(Code.PARTIAL_SUM_ESCAPES if escapes else Code.NO_DOT, where)
     if op.name != "dot_general":
         rule = blockwise(op.name, call_of(flow, op), RESULT, dim, collective.axis_size)

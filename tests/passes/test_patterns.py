@@ -352,7 +352,7 @@ def test_hessians_and_linearizations_go_through_the_rule(check_vma: bool) -> Non
     ]
     for transform in transforms:
         wanted = transform(outcome.jitted)
-        np.testing.assert_allclose(transform(outcome.overlapped), wanted, atol=2e-5 * np.abs(wanted).max())
+        np.testing.assert_allclose(transform(outcome.overlapped), wanted, atol=1e-4 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -425,7 +425,7 @@ def test_the_other_part_of_a_split_in_use_keeps_the_site() -> None:
         return lax.psum_scatter(one, "x", tiled=True), other
 
     (site,) = spmd.run_both(body, (x, w)).report.sites
-    assert (site.kind, site.rewritten, site.reason) == ("reduce_scatter", False, "no_dot")
+    assert (site.kind, site.rewritten, site.reason) == ("reduce_scatter", False, "partial_sum_escapes")
     assert "split" in site.sentence
 
 

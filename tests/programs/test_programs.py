@@ -202,13 +202,16 @@ NOT_NEXT_TO_A_DOT: Final[Mapping[str, Mapping[str, int]]] = {
     "fsdp_tensor_layer": {"psum": 7},
     # The loss, the biases and the norms. A layer norm of the gathered width has a derivative that needs the
     # whole width too, so that nothing can be scattered before.
-    "esm2_layer": {"psum": 11, "reduce_scatter": 2},
+    "esm2_layer": {"psum": 11},
     # The loss and the norm; and what follows a collective: the psum over the pods is itself next to the dot.
     "two_pods": {"psum": 2, "reduce_scatter": 2},
     # The norm is summed over both axes, one after the other; weights over the pods, once they are scattered.
     "two_pods_scatter_first": {"psum": 5},
 }
 """How many sites of each kind are kept because of that."""
+
+ESCAPING: Final[Mapping[str, Mapping[str, int]]] = {"esm2_layer": {"reduce_scatter": 2}}
+"""How many sites have a partial sum that the derivative of the layer norm needs whole."""
 
 DOT_TAKEN: Final[Mapping[str, Mapping[str, int]]] = {
     "fsdp_tensor_layer": {"all_gather_dot": 2, "dot_reduce_scatter": 2},
@@ -227,6 +230,7 @@ def test_every_collective_is_rewritten_or_kept_for_its_reason(program: Program) 
     kept = Counter((site.kind, site.reason) for site in report.kept)
     expected = {(kind, "no_dot"): count for kind, count in NOT_NEXT_TO_A_DOT[program.name].items()}
     expected |= {(kind, "dot_taken"): count for kind, count in DOT_TAKEN.get(program.name, {}).items()}
+    expected |= {(kind, "partial_sum_escapes"): n for kind, n in ESCAPING.get(program.name, {}).items()}
     assert kept == expected
 
 
@@ -237,7 +241,9 @@ def test_real_widths_leave_only_dots_that_are_taken_besides(program: Program) ->
     report = step.explain(*program.shapes(mesh, "real"))
     kept = Counter(site.kind for site in report.kept if site.reason == "no_dot")
     assert kept == NOT_NEXT_TO_A_DOT[program.name]
-    assert {site.reason for site in report.kept} <= {"no_dot", "dot_taken"}
+    escaping = Counter(site.kind for site in report.kept if site.reason == "partial_sum_escapes")
+    assert escaping == ESCAPING.get(program.name, {})
+    assert {site.reason for site in report.kept} <= {"no_dot", "dot_taken", "partial_sum_escapes"}
 
 
 # What the programs say of themselves.
