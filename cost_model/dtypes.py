@@ -1,5 +1,6 @@
 """Element types by name: their kind and their width, without importing JAX or ml_dtypes."""
 
+import functools
 import re
 from typing import Literal
 
@@ -15,6 +16,7 @@ _KINDS: dict[str, Kind] = {
 }
 
 
+@functools.cache
 def parse_dtype(dtype: str) -> tuple[Kind, int]:
     """Kind and width in bits of a dtype as JAX names it: `("float", 8)` for `"float8_e4m3fn"`.
 

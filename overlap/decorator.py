@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 import jax
@@ -17,7 +18,7 @@ import passes
 from cost_model import Hardware
 from overlap.failure import report_request
 from overlap.report import Report
-from passes import Policy, Site, shims
+from passes import Policy, shims
 
 logger = logging.getLogger("overlap")
 
@@ -170,8 +171,8 @@ class Overlapped:
             nothing is at stake, and the error is what a report of it should show.
         """
         jaxpr = self.original.trace(*args, **kwargs).jaxpr
-        _, found = self._rewrite(jaxpr, jaxpr.in_avals)
-        return Report(found, name=self._name)
+        _, plan = self._rewrite(jaxpr, jaxpr.in_avals)
+        return Report(passes.sites(plan), name=self._name)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """The body that jit traces: the user's program as rewritten. Static arguments come as they are.
@@ -185,8 +186,9 @@ class Overlapped:
         try:
             # Tracers that the user's function closes over come first among the arguments of its jaxpr.
             arguments = [*shims.closed_over(traced), *self._dynamic_leaves(args, kwargs)]
-            rewritten, found = self._rewrite(traced.jaxpr, arguments)
-            self._log(found)
+            with _without_garbage_collection():
+                rewritten, plan = self._rewrite(traced.jaxpr, arguments)
+                self._log(plan)
         except Exception as error:
             self._failed(error)
             rewritten = None
@@ -196,24 +198,23 @@ class Overlapped:
 
     def _rewrite(
         self, jaxpr: Any, arguments: Sequence[Any]
-    ) -> tuple[Callable[..., list[Any]] | None, tuple[Site, ...]]:
-        """The rewritten program, jitted and traced (None where nothing is rewritten), and the sites."""
+    ) -> tuple[Callable[..., list[Any]] | None, passes.Plan]:
+        """The rewritten program, jitted and traced (None where nothing is rewritten), and its plan."""
         # An effect may not run within a function that has a derivative of its own.
         guarded = not shims.has_effects(jaxpr)
         plan = passes.make_plan(jaxpr, self._policy, self._hardware_of, differentiable=not guarded)
-        found = passes.sites(plan)
         if not plan.changes and not (guarded and self._backward_may_pay(plan)):
-            return None, found
+            return None, plan
         run = passes.rewritten(plan)
         if guarded:
             run = passes.with_derivative_of(jaxpr, run, self._rewrite_derivative, self._failed)
-        return self._jitted(run, jaxpr, arguments), found
+        return self._jitted(run, jaxpr, arguments), plan
 
     def _rewrite_derivative(self, jaxpr: Any) -> Callable[..., list[Any]]:
         """A part of the program's derivative, rewritten; as it is if the pass fails on it."""
         try:
             plan = passes.make_plan(jaxpr, self._policy, self._hardware_of, differentiable=True)
-            self._log(passes.sites(plan))
+            self._log(plan)
             if plan.changes:
                 return self._jitted(passes.rewritten(plan), jaxpr, jaxpr.in_avals)
         except Exception as error:
@@ -250,8 +251,8 @@ class Overlapped:
         named = {name: arg for name, arg in kwargs.items() if name not in self._options.static_argnames}
         return jax.tree.leaves((dynamic, named))
 
-    def _log(self, found: tuple[Site, ...]) -> None:
-        for site in found:
+    def _log(self, plan: passes.Plan) -> None:
+        for site in passes.sites(plan) if logger.isEnabledFor(logging.INFO) else ():
             verdict = "rewritten" if site.rewritten else "kept"
             what = f"{site.kind} over {site.axis} at {site.source}"
             logger.info("%s: %s: %s (%s). %s", self._name, what, verdict, site.reason, site.sentence)
@@ -266,6 +267,18 @@ class Overlapped:
         if not self._warned:
             self._warned = True
             warnings.warn(report_request(self._name, error), RuntimeWarning, stacklevel=2)
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Puts off garbage collection: a rewrite makes many objects, and nearly all of them stay."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Method:

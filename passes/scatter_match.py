@@ -80,7 +80,7 @@ def _climb(
     (dim, *others) = set[int | None]().union(*(asked.get(value, ()) for value in op.outputs))
     users = {user for value in op.outputs for user in flow.users[value]}
     if others or dim is None or not users <= taken:
-        # What is reduced on the way, such as a bias's gradient, would be no matmul even if it were not shared.
+        # What is reduced on the way, such as a bias's gradient, would be no matmul even if not shared.
         reduced = any(flow.ops[i].name.startswith("reduce_") for i in taken - {collective.op})
         escapes = not reduced and _follows_from_dot(flow, index)
         return Reason(Code.PARTIAL_SUM_ESCAPES if escapes else Code.NO_DOT, where)
