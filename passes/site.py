@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 from cost_model import Estimate
-from passes.reasons import Reason
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +43,3 @@ class Site:
     sentence: str
     schedule: str
     estimate: Estimate | None
-
-    def decided(self, reason: Reason, *, rewritten: bool) -> Site:
-        """The same site with another decision."""
-        return dataclasses.replace(
-            self, rewritten=rewritten, reason=str(reason.code), sentence=reason.sentence
-        )
