@@ -93,13 +93,11 @@ class DotReduceScatter:
     Attributes:
       collective: the reduce_scatter, all_to_all or psum; its ``dim`` is the one that the operand is cut
         along.
-      blocked: the dim along which each value of the chain is cut into one block per device.
       body: the operations between the dots and the collective, dots included, in program order.
       dots: the dots, in program order.
     """
 
     collective: Collective
-    blocked: Mapping[int, int]
     body: tuple[BlockOp, ...]
     dots: tuple[BlockOp, ...]
 

@@ -52,9 +52,7 @@ def read_collective(flow: Dataflow, index: int) -> Collective | None:
     op = flow.ops[index]
     if op.name not in COLLECTIVES:
         return None
-    names = op.params["axes"] if "axes" in op.params else op.params["axis_name"]
-    names = names if isinstance(names, tuple | list) else (names,)
-    axes = tuple(str(name) for name in names if not isinstance(name, int))
+    axes = mesh_axes(op)
     if not axes:
         return None
     mesh = _mesh(flow, op)
@@ -75,6 +73,13 @@ def read_collective(flow: Dataflow, index: int) -> Collective | None:
     tiled = kind == "all_to_all" or op.params.get("tiled", True)
     mesh_sizes = tuple((name, length) for name, length in mesh.items() if name in axes)
     return Collective(index, kind, axes, size, mesh_sizes, groups, dim, tiled)
+
+
+def mesh_axes(op: Op) -> tuple[str, ...]:
+    """The mesh axes of a collective equation, major to minor; a single one may be named bare."""
+    names = op.params["axes"] if "axes" in op.params else op.params["axis_name"]
+    names = names if isinstance(names, tuple | list) else (names,)
+    return tuple(str(name) for name in names if not isinstance(name, int))
 
 
 def unsupported(flow: Dataflow, collective: Collective) -> Reason | None:

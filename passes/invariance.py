@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from passes import shims
 from passes.blocks import is_blockwise
-from passes.collective import Collective
-from passes.graph import GATHERS, REDUCTIONS, Dataflow, Op, Operand
+from passes.collective import Collective, mesh_axes
+from passes.graph import GATHERS, REDUCTIONS, Dataflow, Operand
 
 _LOCAL = frozenset({"iota", "dot_general"})
 
@@ -46,7 +46,7 @@ class Invariance:
                 continue
             op = flow.ops[flow.producer[value]]
             if op.name in GATHERS | REDUCTIONS:
-                known[value] = axes <= _axes(op) and op.params.get("axis_index_groups") is None
+                known[value] = axes.issubset(mesh_axes(op)) and op.params.get("axis_index_groups") is None
             elif shims.has_effects(op.eqn) or not (op.name in _LOCAL or is_blockwise(op.name)):
                 known[value] = False
             else:
@@ -56,8 +56,3 @@ class Invariance:
                 if not unknown:
                     known[value] = all(known[operand] for operand in inputs)
         return known[wanted]
-
-
-def _axes(op: Op) -> set[str]:
-    names = op.params["axes"] if "axes" in op.params else op.params["axis_name"]
-    return set(names if isinstance(names, tuple | list) else (names,))

@@ -57,25 +57,27 @@ class Plan:
     bodies: Mapping[int, Mapping[str, tuple[Plan, ...]]]
     opaque: Mapping[int, tuple[Plan, ...]]
 
+    def bodies_of(self, index: int) -> tuple[Plan, ...]:
+        """The plans of the replaceable bodies of one operation."""
+        return tuple(body for plans in self.bodies.get(index, {}).values() for body in plans)
+
     @cached_property
     def changes(self) -> bool:
         """Whether anything is rewritten, here or in a body."""
         here = any(decision.rewritten for decision in self.decisions)
-        return here or any(
-            b.changes for bodies in self.bodies.values() for plans in bodies.values() for b in plans
-        )
+        return here or any(body.changes for index in self.bodies for body in self.bodies_of(index))
 
     @cached_property
     def device_kinds(self) -> frozenset[str | None]:
         """The kinds of devices that the shard_maps of the program run on."""
-        inner = [b for bodies in self.bodies.values() for plans in bodies.values() for b in plans]
         own = {
             shims.device_kind(var.aval)
             for op in self.flow.ops
             if op.name == "shard_map"
             for var in shims.open_jaxpr(op.params["jaxpr"])[0].invars[:1]
         }
-        return frozenset(own).union(*(body.device_kinds for body in inner))
+        inner = (body.device_kinds for index in self.bodies for body in self.bodies_of(index))
+        return frozenset(own).union(*inner)
 
 
 def make_plan(jaxpr: Any, policy: Policy, hardware_of: HardwareOf, *, differentiable: bool = False) -> Plan:
@@ -102,9 +104,8 @@ def sites(plan: Plan) -> tuple[Site, ...]:
 def _visits(plan: Plan, times: int) -> Iterator[tuple[Plan, int]]:
     yield plan, times
     for index in range(len(plan.flow.ops)):
-        inner = [p for plans in plan.bodies.get(index, {}).values() for p in plans]
-        inner.extend(plan.opaque.get(index, ()))
-        for body in dict.fromkeys(inner):  # one function may be both branches of a conditional
+        # One function may be both branches of a conditional.
+        for body in dict.fromkeys((*plan.bodies_of(index), *plan.opaque.get(index, ()))):
             if body.decisions or body.bodies or body.opaque:
                 repeats = plan.flow.ops[index].params.get("length", 1)
                 yield from _visits(body, times * (repeats if isinstance(repeats, int) else 1))

@@ -72,7 +72,7 @@ class _Rewriter:
     def _bind(self, plan: Plan, index: int, op: Op, values: list[Any]) -> Sequence[Any]:
         bodies = plan.bodies.get(index, {})
         params = op.params
-        if any(body.changes for plans in bodies.values() for body in plans):
+        if any(body.changes for body in plan.bodies_of(index)):
             if op.name == "shard_map":
                 return self._shard_map(op, bodies["jaxpr"][0], values)
             params = {**params, **{name: self._body(op, name, plans) for name, plans in bodies.items()}}

@@ -52,13 +52,6 @@ def find_scatter_chain(flow: Dataflow, collective: Collective) -> DotReduceScatt
         return next((s for s in stops if s.code is not Code.NO_DOT), (*stops, Reason(Code.NO_DOT))[0])
     return DotReduceScatter(
         collective=collective,
-        blocked={
-            value: dim
-            for block in body
-            for value in flow.ops[block.op].outputs
-            for dim in asked.get(value, ())
-            if dim is not None
-        },
         body=body,
         dots=tuple(block for block in body if isinstance(block.dims, DotDims)),
     )

@@ -1,7 +1,9 @@
 """Sets the process up before JAX starts: eight virtual CPU devices, a quiet libtpu, hypothesis."""
 
 import os
+import runpy
 import sys
+from pathlib import Path
 from typing import Final
 
 import pytest
@@ -12,15 +14,12 @@ DEVICES: Final = 8
 _DEVICE_FLAG: Final = "--xla_force_host_platform_device_count"
 _flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_FLAG)]
 
+# Read from the file: importing the package would start JAX before this is set.
+_TPU: Final = runpy.run_path(str(Path(__file__).parent.parent / "overlap" / "tpu_target.py"))
+
 ENVIRONMENT: Final = {
-    "JAX_PLATFORMS": "cpu",
+    **_TPU["ENVIRONMENT"],
     "XLA_FLAGS": " ".join([*_flags, f"{_DEVICE_FLAG}={DEVICES}"]),
-    # libtpu compiles for chips that are not there: it must neither look for them, nor ask the network, nor
-    # keep a second process (pytest-xdist's) from loading it.
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
 if "jax" in sys.modules:

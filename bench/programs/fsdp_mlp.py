@@ -7,6 +7,7 @@ Docstrings give the shapes one device sees: b = B / fsdp.
 # JAX leaves its collectives, and what jit and shard_map return, untyped.
 # mypy: allow-untyped-calls, no-warn-return-any
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Final
 
@@ -15,7 +16,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from bench.programs.data_parallel import Weights, mlp
-from bench.programs.program import Operand, Program, gather, mean_square
+from bench.programs.program import Operand, Program, Size, gather, mean_square
 
 
 def sharded_mlp(axis: str, w: Weights[Array], x: Array) -> Array:
@@ -29,20 +30,28 @@ def local_loss(w: Weights[Array], x: Array) -> Array:
     return lax.pmean(mean_square(block(w, x)), "fsdp")
 
 
+SIZES: Final[Mapping[Size, Mapping[str, int]]] = {
+    "small": {"B": 8, "S": 4, "D": 16, "F": 32},
+    "real": {"B": 16, "S": 4096, "D": 8192, "F": 28672},
+}
+
+
+def sharded_weights(axis: str) -> Weights[Operand]:
+    """What the weights are, sharded over an axis."""
+    return Weights(
+        norm=Operand("D", P()),
+        up=Operand("D F", P(axis), fan_in="D"),
+        down=Operand("F D", P(None, axis), fan_in="F"),
+    )
+
+
 PROGRAM: Final = Program(
     name="fsdp_mlp",
     mesh_shape=(8,),
     axis_names=("fsdp",),
-    sizes={
-        "small": {"B": 8, "S": 4, "D": 16, "F": 32},
-        "real": {"B": 16, "S": 4096, "D": 8192, "F": 28672},
-    },
+    sizes=SIZES,
     operands=(
-        Weights(
-            norm=Operand("D", P()),
-            up=Operand("D F", P("fsdp"), fan_in="D"),
-            down=Operand("F D", P(None, "fsdp"), fan_in="F"),
-        ),
+        sharded_weights("fsdp"),
         Operand("B S D", P("fsdp")),
     ),
     local_loss=local_loss,

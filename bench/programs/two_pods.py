@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from bench.programs.data_parallel import Weights
-from bench.programs.fsdp_mlp import sharded_mlp
+from bench.programs.fsdp_mlp import SIZES, sharded_mlp, sharded_weights
 from bench.programs.program import Operand, Program, mean_square
 
 
@@ -34,16 +34,9 @@ PROGRAM: Final = Program(
     name="two_pods",
     mesh_shape=(2, 4),
     axis_names=("pod", "data"),
-    sizes={
-        "small": {"B": 8, "S": 4, "D": 16, "F": 32},
-        "real": {"B": 16, "S": 4096, "D": 8192, "F": 28672},
-    },
+    sizes=SIZES,
     operands=(
-        Weights(
-            norm=Operand("D", P()),
-            up=Operand("D F", P("data"), fan_in="D"),
-            down=Operand("F D", P(None, "data"), fan_in="F"),
-        ),
+        sharded_weights("data"),
         Operand("B S D", P(("pod", "data"))),
     ),
     local_loss=local_loss,

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from overlap import tpu_target
+
 ROOT = Path(__file__).resolve().parents[2]
 
 needs_libtpu = pytest.mark.skipif(
@@ -56,11 +58,7 @@ def ask(topology: str, name: str, how: str) -> Any:
     """What the script tells, run in a process of its own that only sees CPUs."""
     environment = {
         **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-16",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        **tpu_target.ENVIRONMENT,
         "PYTHONPATH": str(ROOT),
     }
     command = [sys.executable, "-c", SCRIPT, topology, name, how]
