@@ -3,29 +3,35 @@
 The bottom floor of overlap-collectives. It knows no jaxpr and imports no JAX: numbers of bytes and matrix
 sizes go in, seconds come out.
 
-    work = RingWork(collective="all_gather", axis_size=16, shard_bytes=..., matmuls=..., partials=..., ...)
-    directions, estimate = best(work, by_name("tpu_v5p"))
-    estimate.benefit_s > 0      # rewriting pays
+    work = RingWork(collective="all_gather", shard_bytes=..., matmuls=..., piece=..., directions=2, ...)
+    estimate(work, Axis(by_name("tpu_v5p"), 16)).benefit_s > 0      # rewriting pays
 """
 
+from cost_model.axis import Axis, Directions, ring_hop_s
 from cost_model.chips import by_name, from_device_kind, names
 from cost_model.collectives import all_gather_s, all_reduce_s, all_to_all_s, hop_s, reduce_scatter_s
 from cost_model.dtypes import dtype_bytes
 from cost_model.exchange import exchange_estimate
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
-from cost_model.ring import Directions, Estimate, RingWork, best, estimate, ring_hop_s
+from cost_model.ring import Estimate, RingWork, estimate
+from cost_model.ring_order import RingOrder, ring_orders, ring_step_s
+from cost_model.topology import Link, Place, Topology
 
 __all__ = [
+    "Axis",
     "Directions",
     "Estimate",
     "Hardware",
+    "Link",
     "Matmul",
+    "Place",
+    "RingOrder",
     "RingWork",
+    "Topology",
     "all_gather_s",
     "all_reduce_s",
     "all_to_all_s",
-    "best",
     "by_name",
     "dtype_bytes",
     "estimate",
@@ -36,4 +42,6 @@ __all__ = [
     "names",
     "reduce_scatter_s",
     "ring_hop_s",
+    "ring_orders",
+    "ring_step_s",
 ]

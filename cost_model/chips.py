@@ -3,9 +3,16 @@
 TPU rates: the scaling book's tables ("How to Think About TPUs") and the Cloud TPU pages of each generation.
 On TPU a float32 matmul at JAX's default precision is one bfloat16 pass, hence its rate. Efficiency and
 overhead of matmuls are fitted to the TPU compiler's cycle estimates ([M,8192]·[8192,2048] in bfloat16, M from
-64 to 8192), at 1.05 GHz for v4 (one of its two cores), 1.5 for v5e, 1.75 for v5p and v6e; 7x at an assumed 2
-GHz, as its clock is not published. A hop's latency of about 1 µs is the scaling book's. On-chip memory is
-VMEM (CMEM on v4), that of both cores where JAX sees them as one device.
+64 to 8192), at 1.05 GHz for v4 (one of its two cores), 1.5 for v5e, 1.75 for v5p and v6e, 2.2 for 7x. These
+are the published peaks over the FLOPs of one estimated cycle (2^17 on a v4 core and on v5e, 2^18 on v5p, 2^19
+on v6e and on a 7x die); at them M=8192 is estimated at 95 % of the peak on v4, 97 % on v5e, 96 % on v5p, 86 %
+on v6e and 94 % on 7x. A hop's latency of about 1 µs is the scaling book's. On-chip memory is VMEM (CMEM on
+v4), that of both cores where JAX sees them as one device.
+
+The data-centre network: 50 Gbit/s per chip on v5p, 100 on v6e and 7x (Cloud TPU's table of machine types; the
+book has v5p's 6.25e9 bytes/s too), two ports of 100 Gbit/s for the 8 chips of a v5e host (its page); v4, for
+which none is published, as v5p. GPUs: one InfiniBand port of the DGX each, 200 Gbit/s on A100 and 400 on the
+later ones (NVIDIA). Its latency of 10 µs, and all of the CPU's, are round figures.
 
 GPU rates: NVIDIA's data sheets for the SXM boards, dense (their sparse figures halved); float32 is TF32,
 JAX's default. On-chip memory is the L2 cache. A link is one NVLink, a GPU's links all lead to the switch.
@@ -28,6 +35,7 @@ def _gpu(
     links_per_axis: int,
     matmul_efficiency: float,
     on_chip_bytes: float,
+    dcn_bytes_per_s: float,
 ) -> Hardware:
     return Hardware(
         name=name,
@@ -43,6 +51,8 @@ def _gpu(
         matmul_tile=(64, 16, 64),
         on_chip_bytes=on_chip_bytes,
         opposite_hops_overlap=False,
+        dcn_bytes_per_s=dcn_bytes_per_s,
+        dcn_latency_s=1e-5,
     )
 
 
@@ -68,6 +78,10 @@ _CHIPS = (
         matmul_overhead_s=7e-6,
         matmul_tile=(8, 128, 128),
         on_chip_bytes=128 * 2**20,
+        fuses_additions=True,
+        clock_hz=1.05e9,
+        dcn_bytes_per_s=6.25e9,
+        dcn_latency_s=1e-5,
     ),
     Hardware(
         name="tpu_v5e",
@@ -82,6 +96,11 @@ _CHIPS = (
         matmul_overhead_s=4.6e-6,
         matmul_tile=(8, 128, 128),
         on_chip_bytes=128 * 2**20,
+        accumulator_on_chip_bytes=32 * 2**20,
+        fuses_additions=True,
+        clock_hz=1.5e9,
+        dcn_bytes_per_s=3.125e9,
+        dcn_latency_s=1e-5,
     ),
     Hardware(
         name="tpu_v5p",
@@ -96,6 +115,10 @@ _CHIPS = (
         matmul_overhead_s=3.7e-6,
         matmul_tile=(8, 128, 128),
         on_chip_bytes=128 * 2**20,
+        fuses_additions=True,
+        clock_hz=1.75e9,
+        dcn_bytes_per_s=6.25e9,
+        dcn_latency_s=1e-5,
     ),
     Hardware(
         name="tpu_v6e",
@@ -110,6 +133,11 @@ _CHIPS = (
         matmul_overhead_s=6e-6,
         matmul_tile=(8, 256, 256),
         on_chip_bytes=128 * 2**20,
+        accumulator_on_chip_bytes=16 * 2**20,
+        fuses_additions=True,
+        clock_hz=1.75e9,
+        dcn_bytes_per_s=1.25e10,
+        dcn_latency_s=1e-5,
     ),
     # JAX sees each of a chip's two dies as a device: half of the chip's FLOP/s and memory bandwidth. The
     # links belong to the chip; an axis that runs through both dies of every chip has them to itself.
@@ -127,10 +155,15 @@ _CHIPS = (
         hop_latency_s=1e-6,
         network="torus",
         wraparound_multiple=4,
-        matmul_efficiency=0.88,
-        matmul_overhead_s=4.5e-6,
+        matmul_efficiency=0.965,
+        matmul_overhead_s=4.1e-6,
         matmul_tile=(8, 256, 256),
         on_chip_bytes=64 * 2**20,
+        devices_per_chip=2,
+        fuses_additions=True,
+        clock_hz=2.2e9,
+        dcn_bytes_per_s=6.25e9,
+        dcn_latency_s=1e-5,
     ),
     _gpu(
         "a100",
@@ -141,6 +174,7 @@ _CHIPS = (
         links_per_axis=12,
         matmul_efficiency=0.85,
         on_chip_bytes=40e6,
+        dcn_bytes_per_s=2.5e10,
     ),
     _gpu(
         "h100",
@@ -151,6 +185,7 @@ _CHIPS = (
         links_per_axis=18,
         matmul_efficiency=0.75,
         on_chip_bytes=50e6,
+        dcn_bytes_per_s=5e10,
     ),
     _gpu(
         "h200",
@@ -161,6 +196,7 @@ _CHIPS = (
         links_per_axis=18,
         matmul_efficiency=0.75,
         on_chip_bytes=50e6,
+        dcn_bytes_per_s=5e10,
     ),
     _gpu(
         "b200",
@@ -177,6 +213,7 @@ _CHIPS = (
         links_per_axis=18,
         matmul_efficiency=0.75,
         on_chip_bytes=126e6,
+        dcn_bytes_per_s=5e10,
     ),
     # Virtual CPU devices share cores and memory: a collective is a copy with a rendezvous, made by the cores
     # that would multiply. The rates only have to be plausible; what matters is that nothing overlaps.
@@ -194,6 +231,8 @@ _CHIPS = (
         on_chip_bytes=32e6,
         overlaps=False,
         opposite_hops_overlap=False,
+        dcn_bytes_per_s=1.25e9,
+        dcn_latency_s=5e-5,
     ),
 )
 

@@ -31,9 +31,17 @@ class Hardware:
       matmul_overhead_s: fixed cost of every matmul: filling and draining the matrix unit's pipeline, and the
         launch. It is why many small matmuls take longer than a large one.
       on_chip_bytes: memory close to the matrix unit (VMEM, L2), in which an operand used again can stay.
+      accumulator_on_chip_bytes: the largest partial sum that stays in that memory from one partial matmul to
+        the next.
+      fuses_additions: whether adding to a partial sum is part of the matmul that makes the addend.
       matmul_tile: the multiples to which the hardware pads (M, K, N).
       overlaps: whether communication can run beside compute at all.
       opposite_hops_overlap: whether two hops in opposite directions can be in flight together.
+      devices_per_chip: how many such devices share a chip and the links that leave it.
+      clock_hz: the clock of the compiler's cycle estimates. 0: the compiler gives none.
+      dcn_bytes_per_s: a device's share of the network between slices or hosts (DCN, NIC), one way.
+        0: unknown.
+      dcn_latency_s: the least time a message through that network takes.
 
     Raises:
       ValueError: a rate, time or count is not a positive finite number, or `network` is unknown.
@@ -52,8 +60,14 @@ class Hardware:
     matmul_overhead_s: float
     matmul_tile: tuple[int, int, int]
     on_chip_bytes: float
+    accumulator_on_chip_bytes: float = 0.0
+    fuses_additions: bool = False
     overlaps: bool = True
     opposite_hops_overlap: bool = True
+    devices_per_chip: int = 1
+    clock_hz: float = 0.0
+    dcn_bytes_per_s: float = 0.0
+    dcn_latency_s: float = 0.0
 
     def __post_init__(self) -> None:
         positive = {
@@ -64,6 +78,7 @@ class Hardware:
             "matmul_efficiency": self.matmul_efficiency,
             "matmul_overhead_s": self.matmul_overhead_s,
             "on_chip_bytes": self.on_chip_bytes,
+            "devices_per_chip": self.devices_per_chip,
             **{f"peak_flops[{dtype!r}]": flops for dtype, flops in self.peak_flops},
             **{f"matmul_tile[{i}]": multiple for i, multiple in enumerate(self.matmul_tile)},
         }
@@ -71,6 +86,12 @@ class Hardware:
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(
                     f"hardware {self.name!r}: {field} must be positive and finite, got {value!r}"
+                )
+        for field in ("clock_hz", "dcn_bytes_per_s", "dcn_latency_s"):
+            value = getattr(self, field)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(
+                    f"hardware {self.name!r}: {field} must be finite and not negative, got {value!r}"
                 )
         if self.matmul_efficiency > 1:
             raise ValueError(
@@ -98,6 +119,26 @@ class Hardware:
     def axis_bytes_per_s(self) -> float:
         """Bytes per second that one device can send in one direction of a mesh axis."""
         return self.link_bytes_per_s * self.links_per_axis
+
+    def per_core(self, devices_per_chip: int) -> "Hardware":
+        """One of `devices_per_chip` equal parts of the chip; this hardware, if that is no finer than it is.
+
+        The TPU v4 compiler without megacore, and every topology described to it, counts each of a chip's two
+        cores as a device: half of the chip's FLOP/s, memory bandwidth and on-chip memory, with the chip's
+        links shared by both.
+        """
+        if devices_per_chip <= self.devices_per_chip:
+            return self
+        part = self.devices_per_chip / devices_per_chip
+        return dataclasses.replace(
+            self,
+            name=f"{self.name} core",
+            peak_flops=tuple((dtype, part * flops) for dtype, flops in self.peak_flops),
+            hbm_bytes_per_s=part * self.hbm_bytes_per_s,
+            on_chip_bytes=part * self.on_chip_bytes,
+            dcn_bytes_per_s=part * self.dcn_bytes_per_s,
+            devices_per_chip=devices_per_chip,
+        )
 
     def flops_for(self, dtype: str) -> float:
         """Peak FLOP/s of a dense matmul whose operands have this dtype.

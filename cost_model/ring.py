@@ -1,9 +1,9 @@
-"""The time of a collective and its dots, rewritten as a ring of hops with partial dots beside them.
+"""The time of a collective and its dots, rewritten as rings of hops with partial dots beside them.
 
-The dots of one ring step run while the next shard (or accumulator) is on the wire, so a step lasts as long as
-the slower of the two; one step has no hop to hide behind it. This is the criterion of Wang et al. (ASPLOS'23)
-with per-step times in place of the sums, so that latency and small partial matmuls are charged where they
-arise.
+The dots of one ring step run while the next shards (or accumulators) are on the wire, so a step lasts as long
+as the slower of the two; one step has no hop to hide behind it. This is the criterion of Wang et al.
+(ASPLOS'23) with per-step times in place of the sums, so that latency and small partial matmuls are charged
+where they arise.
 """
 
 from __future__ import annotations
@@ -11,56 +11,62 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from cost_model.collectives import all_gather_s, hop_s, reduce_scatter_s
+from cost_model.axis import Axis, Directions
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
-
-Directions = Literal[1, 2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingWork:
-    """What one device does at a site: the collective with its dots, and one step of a ring in their place.
+    """What one device does at a site: the collective with its dots, and one step of rings in their place.
 
     Attributes:
-      collective: which collective the ring replaces.
-      axis_size: devices on the mesh axis, P.
-      shard_bytes: bytes of one whole shard as the ring sends it: one hop of a unidirectional ring.
+      collective: which collective the rings replace.
+      shard_bytes: bytes of one whole shard as the rings send it.
       collective_shard_bytes: bytes per shard of the original collective, more when it moves a wider dtype.
       matmuls: the original dots, whole.
-      partials: the dots of one step, for one whole shard, in the order of `matmuls`, whose work P steps do.
-      half_partials: the dots for one of the two half-shards of a bidirectional step. If empty, `partials`
-        halved along m.
-      accumulates: whether each step's result is added to an accumulator apart from its dots (not fused into
-        them).
-      accumulate_bytes: bytes of accumulator that one step's additions read and write together. Not charged
-        unless `accumulates`.
-      hands_out_gathered: whether the ring also assembles the gathered array, for other uses.
+      piece: the dots of one piece of one step, in the order of `matmuls`.
+      directions: ways round that shards travel: 1, or 2 at once.
+      rings: rings with links of their own.
+      chains: pieces of a shard per ring and direction. A step has directions · rings · chains pieces.
+      columns: how many such rings of steps run one after the other, each with its part of every shard.
+      joined: whether the pieces of a step go into one partial dot; then `piece` is that of all of them.
+      accumulator_bytes: bytes that the dots of one piece add to; 0 where results are placed.
+      apart_bytes: bytes that one step's additions read and write where they are not part of the dots.
+      hands_out_gathered: whether the rings also assemble the gathered array, for other uses.
 
     Raises:
-      ValueError: `axis_size` is below 1, bytes are negative, or there is not one partial to each matmul.
+      ValueError: a count is below 1, bytes are negative, or there is not one piece to each matmul.
     """
 
     collective: Literal["all_gather", "reduce_scatter"]
-    axis_size: int
     shard_bytes: float
     collective_shard_bytes: float
     matmuls: tuple[Matmul, ...]
-    partials: tuple[Matmul, ...]
-    half_partials: tuple[Matmul, ...] = ()
-    accumulates: bool = False
-    accumulate_bytes: float = 0
+    piece: tuple[Matmul, ...]
+    directions: Directions = 1
+    rings: int = 1
+    chains: int = 1
+    columns: int = 1
+    joined: bool = False
+    accumulator_bytes: float = 0
+    apart_bytes: float = 0
     hands_out_gathered: bool = False
 
     def __post_init__(self) -> None:
         if self.collective not in ("all_gather", "reduce_scatter"):
             raise ValueError(f"collective must be 'all_gather' or 'reduce_scatter', got {self.collective!r}")
-        if self.axis_size < 1:
-            raise ValueError(f"axis_size must be at least 1, got {self.axis_size!r}")
-        if not (self.shard_bytes >= 0 and self.collective_shard_bytes >= 0 and self.accumulate_bytes >= 0):
+        if self.directions not in (1, 2) or min(self.rings, self.chains, self.columns) < 1:
+            raise ValueError(f"directions are 1 or 2, rings, chains and columns at least 1, got {self}")
+        if min(self.shard_bytes, self.collective_shard_bytes, self.accumulator_bytes, self.apart_bytes) < 0:
             raise ValueError(f"bytes must not be negative, got {self}")
-        if len(self.partials) != len(self.matmuls) or len(self.half_partials) not in (0, len(self.matmuls)):
-            raise ValueError(f"every matmul needs its partial, and none or each its half, got {self}")
+        if len(self.piece) != len(self.matmuls):
+            raise ValueError(f"every matmul needs its piece, got {self}")
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a shard, and so of a step."""
+        return self.directions * self.rings * self.chains
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,76 +105,61 @@ class Estimate:
         return Estimate(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Estimate)})
 
 
-def estimate(work: RingWork, hardware: Hardware, *, directions: Directions) -> Estimate:
-    """Prices the ring that sends whole shards one way (directions=1) or halves both ways (directions=2).
+def estimate(work: RingWork, axis: Axis) -> Estimate:
+    """Prices the rings.
 
-    With P devices a ring has P steps and P-1 hops. A gather ring adds its own partial sums, beside the hop. A
-    unidirectional reduce_scatter ring cannot: the accumulator that has just arrived must be added to before
-    it is sent on, so the link idles meanwhile; of the two accumulators of a bidirectional one, one travels
-    while the other is added to. Copying the gathered shards into place reads and writes each once. An operand
-    that every partial dot shares is read from HBM in one step and found on chip in the others, if it takes
-    half of that memory at most.
+    With P devices a ring has P steps and P-1 hops. A step lasts, with n pieces whose dots take M each and
+    hops h of one piece:
+
+        gather ring   max(n · M + additions, chains · h)
+        scatter ring  max(n · M, M + h, chains · h) + additions
+
+    since a gather ring adds its own partial sums, beside the hop, and an accumulator must be added to before
+    it is sent on: its hop runs beside the dots of the other pieces only. Copying the gathered shards into
+    place reads and writes each once. An operand that every partial dot shares is read from HBM in one step
+    and found on chip in the others, if it takes half of that memory at most. Partial sums are read and
+    written by every dot that adds to them, unless they stay on chip.
 
     Where the hardware does not overlap, hops and partial dots take turns, and a hop carries no less than the
     original collective did: a narrower wire is not an effect of the ring, and shared memory does not reward
     it.
     """
-    hops = work.axis_size - 1
-    pieces = work.partials
-    if directions == 2:
-        pieces = work.half_partials or tuple(partial.halved() for partial in work.partials)
+    hardware = axis.hardware
+    hops = axis.size - 1
+    dots = 1 if work.joined else work.pieces
     copy_s = 2 * work.shard_bytes / hardware.hbm_bytes_per_s if work.hands_out_gathered else 0.0
-    first_s = directions * sum(matmul_s(piece, hardware) for piece in pieces) + copy_s
-    partial_s = directions * _warm_s(pieces, work.matmuls, hardware) + copy_s
-    add_s = work.accumulate_bytes / hardware.hbm_bytes_per_s if work.accumulates else 0.0
+    sum_s = 0.0
+    if work.accumulator_bytes > hardware.accumulator_on_chip_bytes:
+        sum_s = 2 * work.accumulator_bytes / hardware.hbm_bytes_per_s
+    dot_s = _warm_s(work.piece, work.matmuls, hardware) + sum_s
+    first_s = dots * sum(matmul_s(piece, hardware) for piece in work.piece) + copy_s
+    partial_s = dots * dot_s + copy_s
+    add_s = work.apart_bytes / hardware.hbm_bytes_per_s
 
     shard_bytes = work.shard_bytes
     if not hardware.overlaps:
         shard_bytes = max(shard_bytes, work.collective_shard_bytes)
-    one_hop_s = ring_hop_s(shard_bytes, work.axis_size, hardware, directions=directions)
+    hop_s = axis.step_s(shard_bytes / (work.chains * work.columns), work.directions, work.rings)
+    wire_s = work.chains * hop_s
 
     if not hardware.overlaps:
-        step_s = partial_s + add_s + one_hop_s
-    elif work.collective == "reduce_scatter" and directions == 1:
-        step_s = max(partial_s, one_hop_s) + add_s
+        step_s = partial_s + add_s + wire_s
+    elif work.collective == "reduce_scatter":
+        step_s = max(partial_s, partial_s / dots + hop_s, wire_s) + add_s
     else:
-        step_s = max(partial_s + add_s, one_hop_s)
+        step_s = max(partial_s + add_s, wire_s)
 
-    collective_s = all_gather_s if work.collective == "all_gather" else reduce_scatter_s
+    gathered = work.collective == "all_gather"
+    collective_s = axis.all_gather_s if gathered else axis.reduce_scatter_s
+    latency_s = work.chains * axis.step_s(0, work.directions, work.rings)
     return Estimate(
         dot_s=sum((matmul_s(matmul, hardware) for matmul in work.matmuls), 0.0),
-        collective_s=collective_s(work.axis_size * work.collective_shard_bytes, work.axis_size, hardware),
-        partials_s=first_s + hops * (partial_s + add_s),
-        hops_s=hops * one_hop_s,
-        hop_latency_s=hops * ring_hop_s(0, work.axis_size, hardware, directions=directions),
-        overlapped_s=first_s + hops * step_s,
+        collective_s=collective_s(axis.size * work.collective_shard_bytes),
+        partials_s=work.columns * (first_s + hops * (partial_s + add_s)),
+        hops_s=work.columns * hops * wire_s,
+        hop_latency_s=work.columns * hops * latency_s,
+        overlapped_s=work.columns * (first_s + hops * step_s),
     )
-
-
-def best(work: RingWork, hardware: Hardware) -> tuple[Directions, Estimate]:
-    """The faster of the two rings, with its estimate; the unidirectional one if neither is."""
-    one, two = (estimate(work, hardware, directions=directions) for directions in (1, 2))
-    return (2, two) if two.overlapped_s < one.overlapped_s else (1, one)
-
-
-def ring_hop_s(shard_bytes: float, axis_size: int, hardware: Hardware, *, directions: Directions) -> float:
-    """Seconds in which every device passes on a whole shard one way, or a half-shard each way at once.
-
-    With wraparound all transfers go to neighbours, and two directions halve the bytes on every link. Without
-    it the last device reaches the first across the whole line, P-1 links against the direction of the others:
-    no contention with one direction, but P-1 latencies; with two, every link carries a half-shard of each
-    ring both ways, as many bytes as a whole shard one way, and nothing is gained. Where opposite hops do not
-    overlap, the halves take turns.
-    """
-    if axis_size == 1:
-        return 0.0
-    distance = 1 if hardware.has_wraparound(axis_size) else axis_size - 1
-    if directions == 1:
-        return hop_s(shard_bytes, hardware, distance=distance)
-    if not hardware.opposite_hops_overlap:
-        return 2 * hop_s(shard_bytes / 2, hardware, distance=distance)
-    link_bytes = shard_bytes / 2 if hardware.has_wraparound(axis_size) else shard_bytes
-    return hop_s(link_bytes, hardware, distance=distance)
 
 
 def _warm_s(pieces: tuple[Matmul, ...], wholes: tuple[Matmul, ...], hardware: Hardware) -> float:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import overlap
-from overlap import demo
+from overlap import ab_command, demo, inspect_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,6 +19,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"overlap-collectives {overlap.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     demo.add_commands(commands)
+    ab_command.add_commands(commands)
+    inspect_command.add_commands(commands)
     arguments = parser.parse_args(argv)
     if "run" not in arguments:
         parser.print_help()

@@ -1,4 +1,4 @@
-"""The demo: a decoder trained with and without the rewrite, reported on, and compiled for a TPU pod.
+"""The demo: a decoder trained with and without the rewrite, reported on, compiled for TPUs, inspected.
 
 Its sections run in one process on virtual CPU devices, but for the compilation for TPUs, which needs an
 environment of its own and so runs in processes that it starts.
@@ -10,20 +10,25 @@ import contextlib
 import dataclasses
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
 import cost_model
-from overlap import tpu_target
+from overlap import timeline_table, tpu_target
 from overlap.decorator import Overlapped, overlap_collectives
+from overlap.hlo.timeline import Timeline
+from overlap.inspection import Inspection, inspect_compiled
 from overlap.report import Report
 
 if TYPE_CHECKING:
@@ -49,6 +54,9 @@ COMPILE_LIMIT_S: Final = 600
 COLLECTIVES: Final = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute")
 PROGRAMS: Final = ("original", "overlapped")
 
+REPORT: Final = "overlap-report.html"
+"""The page that the demo writes where it is run."""
+
 _COMPILE: Final = "compile-demo-for-tpu"
 """The command, without help, with which the demo compiles one program in a process of its own."""
 
@@ -71,18 +79,29 @@ def add_commands(commands: Any) -> None:
     )
     demo.add_argument("--no-tpu", action="store_true", help="do not compile for TPUs")
     demo.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
-    demo.set_defaults(run=lambda arguments: run(seed=arguments.seed, tpu=not arguments.no_tpu))
+    demo.add_argument(
+        "--report",
+        type=Path,
+        default=Path(REPORT),
+        metavar="OUT",
+        help="the page with the timelines of the compiled programs (default: %(default)s)",
+    )
+    demo.set_defaults(
+        run=lambda arguments: run(seed=arguments.seed, tpu=not arguments.no_tpu, report=arguments.report)
+    )
     compiler = commands.add_parser(_COMPILE)
     compiler.add_argument("program", choices=PROGRAMS)
-    compiler.set_defaults(run=lambda arguments: _compile_for_tpu(arguments.program))
+    compiler.add_argument("timeline", type=Path)
+    compiler.set_defaults(run=lambda arguments: _compile_for_tpu(arguments.program, arguments.timeline))
 
 
-def run(*, seed: int = 0, tpu: bool = True) -> int:
+def run(*, seed: int = 0, tpu: bool = True, report: Path = Path(REPORT)) -> int:
     """Runs the demo in a process that has not used JAX yet.
 
     Args:
       seed: of the weights.
       tpu: whether to compile for TPUs, where the compiler is installed.
+      report: where to write the page with the timelines of what was compiled.
 
     Returns:
       The exit status: 0; 1 if losses differ or a compilation fails; 2 if the decoder is not importable.
@@ -103,11 +122,12 @@ def run(*, seed: int = 0, tpu: bool = True) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
-    equal = _train(console, decoder, seed)
+    equal, on_cpu = _train(console, decoder, seed)
     _explain(console, decoder)
     _programs(console)
-    compiled = _compile_both(console, tpu)
-    return 0 if equal and compiled else 1
+    compiled, on_tpu = _compile_both(console, tpu)
+    written = _report_page(console, report, [*on_tpu, on_cpu])
+    return 0 if equal and compiled and written else 1
 
 
 def count_collectives(hlo: str) -> dict[str, int]:
@@ -143,8 +163,8 @@ def _opcode(line: str) -> str | None:
 # The sections.
 
 
-def _train(console: Console, decoder: ModuleType, seed: int) -> bool:
-    """Trains with and without the rewrite; returns whether the losses agree."""
+def _train(console: Console, decoder: ModuleType, seed: int) -> tuple[bool, Inspection]:
+    """Trains with and without the rewrite; returns whether the losses agree, and the compiled programs."""
     config = _small(decoder)
     devices = MESH[0] * MESH[1]
     _heading(
@@ -159,12 +179,13 @@ def _train(console: Console, decoder: ModuleType, seed: int) -> bool:
     programs = dict(
         zip(PROGRAMS, (step, overlap_collectives(step, policy="always", strict=True)), strict=True)
     )
-    losses, counts = {}, {}
+    losses, counts, compiled = {}, {}, {}
     for name, program in programs.items():
         with _status(console, f"compiling and training: {name}"):
             losses[name] = _losses(decoder, config, mesh, program, seed)
             shapes = decoder.state_shapes(config, mesh), decoder.batch_shapes(config, mesh)
-            counts[name] = count_collectives(program.lower(*shapes).compile().as_text())
+            compiled[name] = program.lower(*shapes).compile()
+            counts[name] = count_collectives(compiled[name].as_text())
 
     table = _table("step", *(f"loss, {name}" for name in PROGRAMS), "relative difference")
     differences = []
@@ -184,7 +205,7 @@ def _train(console: Console, decoder: ModuleType, seed: int) -> bool:
     for collective in COLLECTIVES:
         table.add_row(collective, *(str(counts[name][collective]) for name in PROGRAMS))
     console.print(table)
-    return equal
+    return equal, inspect_compiled(f"The decoder that was trained, on {devices} CPU devices", compiled)
 
 
 def _explain(console: Console, decoder: ModuleType) -> None:
@@ -222,26 +243,26 @@ def _programs(console: Console) -> None:
     console.print(table)
 
 
-def _compile_both(console: Console, wanted: bool) -> bool:
-    """Compiles both programs for a TPU pod; returns whether that worked, or was not to be done."""
+def _compile_both(console: Console, wanted: bool) -> tuple[bool, list[Inspection]]:
+    """Compiles both programs for a TPU pod; whether that worked, or was not to be done, and the timelines."""
     _heading(console, f"Compiled for {TOPOLOGY} by the TPU compiler")
     skipped = tpu_target.missing() if wanted else "--no-tpu was given"
     if skipped is not None:
         console.print(f"[yellow]Skipped[/]: {skipped}.")
-        return True
+        return True, []
     console.print(
         f"{TPU_LAYERS} layers of the same widths on a mesh of fsdp {TPU_MESH[0]} × tensor {TPU_MESH[1]}; the "
         "cost model takes the hardware from the devices. Compiled side by side, each in its own process.\n"
     )
     with _status(console, f"compiling both for {TOPOLOGY}; this takes a minute or two"):
-        results = _compiled_for_tpu()
+        results, timelines = _compiled_for_tpu()
     for name, result in results.items():
         if isinstance(result, str):
             console.print(f"[bold red]Failed[/] to compile the {name} program:")
             console.print(result, markup=False)
     figures = [result for result in results.values() if not isinstance(result, str)]
     if len(figures) < len(results):
-        return False
+        return False, []
 
     table = _table(f"compiled for {TOPOLOGY}", *results)
     for collective in COLLECTIVES:
@@ -253,6 +274,27 @@ def _compile_both(console: Console, wanted: bool) -> bool:
     console.print(table)
     last = figures[-1]
     console.print(f"\n{last['rewritten']} of {last['sites']} collectives rewritten, for {last['hardware']}.")
+    inspection = Inspection(
+        f"{TPU_LAYERS} layers of Llama-3-8B's widths, on {TOPOLOGY}", tuple(timelines.items())
+    )
+    console.print(f"{timeline_table.comparison(inspection)}")
+    return True, [inspection]
+
+
+def _report_page(console: Console, path: Path, inspections: list[Inspection]) -> bool:
+    """Writes the page with the timelines; returns whether that worked."""
+    from overlap.timeline_page import page
+
+    _heading(console, "Where communication is exposed")
+    try:
+        path.write_text(page(inspections), encoding="utf-8")
+    except OSError as error:
+        console.print(f"[bold red]Failed[/] to write {path}: {error.strerror or error}.")
+        return False
+    console.print(
+        "The modelled timelines of these compiled programs, with and without rings, are in", end=" "
+    )
+    console.print(path.resolve().as_uri(), soft_wrap=True, markup=False)
     return True
 
 
@@ -298,8 +340,8 @@ def _report(decoder: ModuleType, config: Any, mesh: Any) -> Report:
     return step.explain(decoder.state_shapes(config, mesh), decoder.batch_shapes(config, mesh))
 
 
-def _compile_for_tpu(name: str) -> int:
-    """Compiles one program, in a process started for it, and prints the figures as JSON."""
+def _compile_for_tpu(name: str, timeline: Path) -> int:
+    """Compiles one program, in a process started for it; prints figures as JSON, and pickles its timeline."""
     decoder = _decoder()
     config = dataclasses.replace(decoder.LARGE, layers=TPU_LAYERS)
     devices = tpu_target.devices(TOPOLOGY)
@@ -314,8 +356,11 @@ def _compile_for_tpu(name: str) -> int:
     lowered = program.lower(*shapes)
     start_s = time.perf_counter()
     compiled = lowered.compile()
+    compile_s = time.perf_counter() - start_s
+    (program_timeline,) = (t for _, t in inspect_compiled(name, {name: compiled}).programs)
+    timeline.write_bytes(pickle.dumps(program_timeline))
     figures = {
-        "compile_s": time.perf_counter() - start_s,
+        "compile_s": compile_s,
         "counts": count_collectives(compiled.as_text()),
         "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
         "hardware": hardware.name if hardware else devices[0].device_kind,
@@ -326,14 +371,18 @@ def _compile_for_tpu(name: str) -> int:
     return 0
 
 
-def _compiled_for_tpu() -> dict[str, dict[str, Any] | str]:
-    """The figures of each program, or what went wrong with it. Compiles them at once, in a process each."""
+def _compiled_for_tpu() -> tuple[dict[str, dict[str, Any] | str], dict[str, Timeline]]:
+    """The figures of each program, or what went wrong with it, and the timelines of those that compiled.
+
+    Compiles them at once, in a process each.
+    """
     environment = {**os.environ, **tpu_target.ENVIRONMENT}
     end_s = time.monotonic() + COMPILE_LIMIT_S
     with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         processes = {}
         for name in PROGRAMS:
-            command = [sys.executable, "-m", "overlap", _COMPILE, name]
+            command = [sys.executable, "-m", "overlap", _COMPILE, name, str(folder / name)]
             processes[name] = stack.enter_context(
                 subprocess.Popen(
                     command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -341,7 +390,9 @@ def _compiled_for_tpu() -> dict[str, dict[str, Any] | str]:
             )
             # Leaving before the end, for whatever reason, must not wait for the compiler.
             stack.callback(processes[name].kill)
-        return {name: _figures(process, end_s - time.monotonic()) for name, process in processes.items()}
+        results = {name: _figures(process, end_s - time.monotonic()) for name, process in processes.items()}
+        done = [name for name, result in results.items() if not isinstance(result, str)]
+        return results, {name: pickle.loads((folder / name).read_bytes()) for name in done}
 
 
 def _figures(process: subprocess.Popen[str], limit_s: float) -> dict[str, Any] | str:

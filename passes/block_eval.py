@@ -28,12 +28,12 @@ class Piece:
 
     Attributes:
       places: where the devices stand.
-      distance: how many places further along the device stands whose block it is.
+      distance: how many places further along the device stands whose block it is; traced in a rolled ring.
       part: which part of the block.
     """
 
     places: Places
-    distance: int
+    distance: Any
     part: Part
 
     @property
@@ -58,6 +58,31 @@ class Piece:
         return lax.dynamic_update_slice_in_dim(whole, piece, offset, dim, allow_negative_indices=False)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Joined:
+    """Several pieces, one after the other in one array: as good as a piece."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def share(self) -> Fraction:
+        """How much of the whole dim they are."""
+        return sum((piece.share for piece in self.pieces), Fraction(0))
+
+    def of(self, whole: Any, dim: int) -> Any:
+        """The pieces of a whole array."""
+        return lax.concatenate([piece.of(whole, dim) for piece in self.pieces], dim)
+
+    def place(self, whole: Any, joined: Any, dim: int) -> Any:
+        """The whole array with the pieces written into it."""
+        start = 0
+        for piece in self.pieces:
+            end = start + int(whole.shape[dim] * piece.share)
+            whole = piece.place(whole, lax.slice_in_dim(joined, start, end, axis=dim), dim)
+            start = end
+        return whole
+
+
 def accumulator_dtype(dtype: Any) -> Any:
     """Partial sums of floats narrower than 32 bits are added up in float32; others in their own type."""
     narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
@@ -68,7 +93,7 @@ def run_on_piece(
     flow: Dataflow,
     blocks: Iterable[BlockOp],
     pieces: dict[int, Any],
-    piece: Piece,
+    piece: Piece | Joined,
     read: Read,
     widened: frozenset[int] = frozenset(),
 ) -> None:
@@ -136,8 +161,13 @@ def as_varying(value: Any, axes: Iterable[str]) -> Any:
 def blank(flow: Dataflow, value: int) -> Any:
     """An array of a value's type, to place its pieces in."""
     aval = flow.avals[value]
-    array = shims.uninitialised(aval.shape, aval.dtype, differentiable=flow.differentiable)
-    return as_varying(array, shims.varying_axes(aval))
+    return blank_of(aval.shape, aval, differentiable=flow.differentiable)
+
+
+def blank_of(shape: tuple[int, ...], like: Any, *, differentiable: bool) -> Any:
+    """An array of this shape, with the dtype and varying type of another value or type."""
+    array = shims.uninitialised(shape, like.dtype, differentiable=differentiable)
+    return as_varying(array, shims.varying_axes(jax.typeof(like) if hasattr(like, "aval") else like))
 
 
 def tie(*values: Any) -> tuple[Any, ...]:

@@ -8,16 +8,18 @@ from typing import Literal
 
 import networkx as nx
 
-from cost_model import Estimate, Hardware
+from cost_model import Estimate
+from passes.candidates import candidates
 from passes.chains import AllGatherDot, Chain, Lone, ShardReduction, reductions
 from passes.collective import Collective
 from passes.gather_match import without_dots
 from passes.graph import Dataflow
 from passes.invariance import Invariance
 from passes.match import Match
+from passes.network import Network
 from passes.pricing import pricer
 from passes.reasons import Code, Reason
-from passes.schedule import RingSchedule, candidates
+from passes.schedule import RingSchedule
 from passes.site import Site
 
 Policy = Literal["auto", "always", "never"] | Callable[[Site], bool]
@@ -61,7 +63,7 @@ def decide(
     flow: Dataflow,
     matches: Iterable[Match],
     policy: Policy,
-    hardware: Hardware | None,
+    network: Network,
     describe: Describe,
     loop_invariant: Set[int] = frozenset(),
 ) -> tuple[Decision, ...]:
@@ -74,7 +76,7 @@ def decide(
     Args:
       flow: the dataflow graph of the matches.
       policy: see ``overlap_collectives``.
-      hardware: None if unknown.
+      network: the devices that the jaxpr runs on.
       describe: makes the site that a callable policy is asked about.
       loop_invariant: numbers of the collectives whose operand is the same in every iteration of a loop.
         Unless the policy says otherwise they stay, since a compiler can move them out of the loop, and a ring
@@ -86,7 +88,7 @@ def decide(
         if isinstance(match.found, Reason):
             decided[match.collective.op] = _without_chain(match.collective, match.found, policy, describe)
         else:
-            proposals.append((_propose(flow, match.collective, match.found, policy, hardware), match.found))
+            proposals.append((_propose(flow, match.collective, match.found, policy, network), match.found))
     proposals.sort(key=lambda p: (-_benefit_s(p[0]), p[0].collective.op))
     invariance = Invariance(flow)
     taken: set[int] = set()
@@ -96,7 +98,7 @@ def decide(
             decision = dataclasses.replace(proposal, reason=_taken(flow, proposal, taken))
         else:
             if taken.intersection(_dots(proposal)):
-                proposal = _propose(flow, proposal.collective, remaining, policy, hardware)
+                proposal = _propose(flow, proposal.collective, remaining, policy, network)
             decision = _judge(proposal, policy, describe, proposal.collective.op in loop_invariant)
         if decision.rewritten:
             taken.update(_dots(decision))
@@ -127,7 +129,7 @@ def _propose(
     collective: Collective,
     chains: Iterable[Chain],
     policy: Policy,
-    hardware: Hardware | None,
+    network: Network,
 ) -> Decision:
     """The chain and schedule of the largest predicted benefit, the last of each if the hardware is unknown.
 
@@ -138,13 +140,14 @@ def _propose(
         most = max(len(chain.dots) for chain in chains)
         chains = tuple(chain for chain in chains if len(chain.dots) == most)
     reason = Reason(Code.UNKNOWN_HARDWARE)
-    if hardware is None:
+    axis = network.axis(collective)
+    if axis is None:
         last = Ring(chains[-1], candidates(flow, chains[-1])[-1])
         return Decision(collective, last, None, False, reason)
     priced: list[tuple[Estimate, Ring]] = []
     for chain in chains:
-        price = pricer(flow, chain, hardware)
-        priced.extend((price(schedule), Ring(chain, schedule)) for schedule in candidates(flow, chain))
+        price = pricer(flow, chain, axis)
+        priced.extend((price(schedule), Ring(chain, schedule)) for schedule in candidates(flow, chain, axis))
     best, ring = max(priced, key=lambda p: p[0].benefit_s)
     return Decision(collective, ring, best, False, reason)
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
 from passes import shims
-from passes.block_eval import Piece, Read, accumulator_dtype, as_varying, blank, run_on_piece, tie
+from passes.block_eval import Joined, Piece, Read, accumulator_dtype, as_varying, blank, run_on_piece, tie
 from passes.chains import AllGatherDot, ShardReduction
 from passes.collective import Collective
 from passes.graph import Dataflow
-from passes.hops import Places
-from passes.schedule import WHOLE, Part, RingSchedule, divisions, parts
-
-Shards = list[tuple[Part, Any]]
+from passes.hops import Places, Rings
+from passes.schedule import WHOLE, Part, RingSchedule, across, divisions, parts
 
 
 def emit_gather_ring(
-    flow: Dataflow, chain: AllGatherDot, schedule: RingSchedule, shard: Any, read: Read, places: Places
+    flow: Dataflow, chain: AllGatherDot, schedule: RingSchedule, shard: Any, read: Read, rings: Rings
 ) -> dict[int, Any]:
     """Runs the chain as a ring and returns the values that the rest of the program needs, by number.
 
@@ -34,38 +34,145 @@ def emit_gather_ring(
       schedule: how the shards travel.
       shard: the collective's operand.
       read: gives whole values.
-      places: where the collective's devices stand.
+      rings: where the collective's devices stand on each ring.
     """
     collective = chain.collective
-    op, axis_size = flow.ops[collective.op], collective.axis_size
-    send = _direct(flow, collective, shard, places) if schedule.route == "exchange" else None
-    with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{chain.kind}"):
-        first = send(0) if send else own_block(collective, shard)
-    local = {op.outputs[0]: first}
-    run_on_piece(flow, chain.before, local, Piece(places, 0, WHOLE), read)
-    dim = chain.blocked[chain.wire]
-    at_hand: Shards = [
-        (part, _cut(local[chain.wire], dim, part)) for part in parts(schedule, divisions(flow, chain))
-    ]
-    results: dict[int, Any] = {}
-    for step in range(axis_size):
-        arriving: Shards = []
-        if step < axis_size - 1:
-            with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{chain.kind}"):
-                if send:
-                    arriving = [(part, send(step + 1)) for part, _ in at_hand]
-                else:
-                    arriving = [(part, places.hop(piece, part.step)) for part, piece in at_hand]
-        for part, piece in at_hand:
-            _take_in(flow, chain, piece, Piece(places, part.step * step, part), read, results)
-        if arriving:
-            tied = tie(*(piece for _, piece in arriving), *results.values())
-            at_hand = [(part, piece) for (part, _), piece in zip(arriving, tied, strict=False)]
-            results = dict(zip(results, tied[len(arriving) :], strict=True))
+    ring = _Ring(flow, chain, schedule, read, rings, shard)
+    with ring.scope():
+        own = ring.fetch(0) if schedule.route == "exchange" else own_block(collective, shard)
+    local = {flow.ops[collective.op].outputs[0]: own}
+    run_on_piece(flow, chain.before, local, Piece(rings[0], 0, WHOLE), read)
+    wire = local[chain.wire]
+    results = ring.run(wire) if schedule.columns == 1 else _in_columns(ring, wire)
     for dot in chain.dots:
         (value,) = flow.ops[dot.op].outputs
         results[value] = lax.convert_element_type(results[value], flow.avals[value].dtype)
     return results
+
+
+Results = dict[int, Any]
+
+
+class _Ring:
+    """The ring of one chain."""
+
+    def __init__(
+        self,
+        flow: Dataflow,
+        chain: AllGatherDot,
+        schedule: RingSchedule,
+        read: Read,
+        rings: Rings,
+        operand: Any,
+    ) -> None:
+        self.flow, self.chain, self.schedule = flow, chain, schedule
+        self.read, self.rings, self.operand = read, rings, operand
+        self.dim = chain.blocked[chain.wire]
+        self.divided = parts(schedule, divisions(flow, chain))
+        self.explicit = not flow.differentiable and shims.explicit_starts(flow.avals[chain.wire])
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """The collective's place in the user's program."""
+        op = self.flow.ops[self.chain.collective.op]
+        with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{self.chain.kind}"):
+            yield
+
+    def run(self, wire: Any) -> Results:
+        """Runs the ring on this device's shard of what travels; dots that add up stay in float32."""
+        hops = self.rings[0].axis_size - 1
+        at_hand = [_cut(wire, self.dim, part) for part in self.divided]
+        results: Results = {}
+        done = 0
+        unroll = self.schedule.unroll
+        if unroll and hops > unroll:
+            at_hand, results = self._step(0, at_hand, results)
+            rolled = (hops - 1) // unroll
+            for places in self.rings:
+                places.settle()
+
+            def iteration(number: Any, carried: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+                pieces, values = carried
+                known = dict(zip(results, values, strict=True))
+                for step in range(unroll):
+                    distance = lax.add(lax.mul(number, np.int32(unroll)), np.int32(step + 1))
+                    pieces, known = self._step(distance, pieces, known)
+                return pieces, list(known.values())
+
+            at_hand, values = lax.fori_loop(
+                np.int32(0), np.int32(rolled), iteration, (at_hand, list(results.values()))
+            )
+            results = dict(zip(results, values, strict=True))
+            done = 1 + rolled * unroll
+        for step in range(done, hops):
+            at_hand, results = self._step(step, at_hand, results)
+        return self._take_in(hops, at_hand, results)
+
+    def _step(self, step: Any, at_hand: list[Any], results: Results) -> tuple[list[Any], Results]:
+        """Runs the dots on what is at hand while the next shards arrive."""
+        with self.scope():
+            arriving = [
+                self._send(piece, part, step) for part, piece in zip(self.divided, at_hand, strict=True)
+            ]
+        if self.explicit:
+            tied = tie(*arriving, *at_hand)
+            arriving, at_hand = list(tied[: len(arriving)]), list(tied[len(arriving) :])
+        results = self._take_in(step, at_hand, results)
+        if self.explicit:
+            with self.scope():
+                arriving = [future.done() for future in arriving]
+        tied = tie(*arriving, *results.values())
+        return list(tied[: len(arriving)]), dict(zip(results, tied[len(arriving) :], strict=True))
+
+    def _send(self, piece: Any, part: Part, step: Any) -> Any:
+        if self.schedule.route == "exchange":
+            return self.fetch(step + 1)
+        places = self.rings[part.ring]
+        return (places.start_hop if self.explicit else places.hop)(piece, part.step)
+
+    def fetch(self, distance: int) -> Any:
+        """The block of the device ``distance`` places further along, straight from it."""
+        split = self.flow.ops[self.chain.collective.op].params["split_axis"]
+        places = self.rings[0]
+        block = Piece(places, -distance, WHOLE).of(self.operand, split)
+        if not distance:
+            return block
+        return (places.start_hop if self.explicit else places.hop)(block, distance)
+
+    def _take_in(self, step: Any, at_hand: list[Any], results: Results) -> Results:
+        """Runs everything that arrived shards are for, and adds it to the results."""
+        pieces = [
+            Piece(self.rings[part.ring], step if part.step == 1 else -step, part) for part in self.divided
+        ]
+        if self.schedule.joined and len(pieces) > 1:
+            joined = lax.concatenate(at_hand, self.dim)
+            return _take_in(self.flow, self.chain, joined, Joined(tuple(pieces)), self.read, dict(results))
+        results = dict(results)
+        for piece, shard in zip(pieces, at_hand, strict=True):
+            results = _take_in(self.flow, self.chain, shard, piece, self.read, results)
+        return results
+
+
+def _in_columns(ring: _Ring, wire: Any) -> Results:
+    """One ring after the other for the columns of what travels, along a free dim of its only dot."""
+    (dot,) = ring.chain.dots
+    (value,) = ring.flow.ops[dot.op].outputs
+    cut = across(ring.flow, ring.chain)
+    assert cut is not None
+    dim = cut.dim
+    whole: Any = blank(ring.flow, value)
+    start = 0
+    for column in range(ring.schedule.columns):
+        end = -(-wire.shape[dim] * (column + 1) // ring.schedule.columns)
+        shard = lax.slice_in_dim(wire, start, end, axis=dim)
+        if column:
+            # Else every ring's hops could start at once, and their shards be kept.
+            shard, whole = tie(shard, whole)
+        (part,) = ring.run(shard).values()
+        part = lax.convert_element_type(part, whole.dtype)
+        whole = lax.dynamic_update_slice_in_dim(whole, part, start, cut.result_dim)
+        start = end
+    return {value: whole}
 
 
 def emit_shard_reduction(
@@ -96,17 +203,6 @@ def own_block(collective: Collective, shard: Any) -> Any:
     return shard if collective.tiled else lax.expand_dims(shard, (collective.dim,))
 
 
-def _direct(flow: Dataflow, collective: Collective, operand: Any, places: Places) -> Callable[[int], Any]:
-    """How the block of the device ``distance`` places further along is fetched straight from it."""
-    split = flow.ops[collective.op].params["split_axis"]
-
-    def fetch(distance: int) -> Any:
-        block = Piece(places, -distance, WHOLE).of(operand, split)
-        return places.hop(block, distance) if distance else block
-
-    return fetch
-
-
 def _cut(shard: Any, dim: int, part: Part) -> Any:
     size = shard.shape[dim]
     start = int(part.start * size)
@@ -114,9 +210,13 @@ def _cut(shard: Any, dim: int, part: Part) -> Any:
 
 
 def _take_in(
-    flow: Dataflow, chain: AllGatherDot, shard: Any, piece: Piece, read: Read, results: dict[int, Any]
-) -> None:
-    """Runs everything that one arrived shard is for, and adds it to the results."""
+    flow: Dataflow,
+    chain: AllGatherDot,
+    shard: Any,
+    piece: Piece | Joined,
+    read: Read,
+    results: Results,
+) -> Results:
     summed = frozenset(dot.op for dot in chain.dots if dot.dims.result_dim is None)
     pieces = {chain.wire: shard}
     run_on_piece(flow, chain.after, pieces, piece, read)
@@ -130,8 +230,9 @@ def _take_in(
         else:
             partial = lax.convert_element_type(pieces[value], accumulator_dtype(pieces[value].dtype))
             results[value] = partial if value not in results else lax.add(results[value], partial)
+    return results
 
 
-def _place(flow: Dataflow, value: int, dim: int, part: Any, piece: Piece, results: dict[int, Any]) -> None:
+def _place(flow: Dataflow, value: int, dim: int, part: Any, piece: Piece | Joined, results: Results) -> None:
     whole = results[value] if value in results else blank(flow, value)
     results[value] = piece.place(whole, part, dim)

@@ -15,6 +15,7 @@ from passes import shims
 from passes.decide import Decision, Policy, Unit, decide, program_order
 from passes.graph import Dataflow, Op, dataflow
 from passes.match import match_dataflow
+from passes.network import Network
 from passes.reasons import Code, Reason
 from passes.site import Site
 
@@ -90,7 +91,7 @@ def make_plan(jaxpr: Any, policy: Policy, hardware_of: HardwareOf, *, differenti
         hardware.
       differentiable: plan only what jax may differentiate: custom derivatives are kept.
     """
-    return _Planner(policy, hardware_of, differentiable).plan(jaxpr, "", None, replaceable=True)
+    return _Planner(policy, hardware_of, differentiable).plan(jaxpr, "", None, replaceable=True, mesh=None)
 
 
 def sites(plan: Plan) -> tuple[Site, ...]:
@@ -150,9 +151,12 @@ class _Planner:
         self.differentiable = differentiable
         self.policy = policy
         self.hardware_of = hardware_of
-        self.plans: dict[tuple[int, frozenset[int] | None, bool], Plan] = {}
+        self.plans: dict[tuple[int, frozenset[int] | None, bool, Any], Plan] = {}
+        self.networks: dict[tuple[str | None, Any], Network] = {}
 
-    def plan(self, jaxpr: Any, path: str, steady: frozenset[int] | None, *, replaceable: bool) -> Plan:
+    def plan(
+        self, jaxpr: Any, path: str, steady: frozenset[int] | None, *, replaceable: bool, mesh: Any
+    ) -> Plan:
         """The plan of one jaxpr.
 
         Args:
@@ -161,27 +165,30 @@ class _Planner:
           steady: positions of the arguments that are the same in every iteration of the loop around it; None
             if it is in no loop.
           replaceable: whether it can be replaced in the program.
+          mesh: the concrete mesh of the shard_map around it; None if there is none.
         """
-        key = (id(shims.open_jaxpr(jaxpr)[0]), steady, replaceable)
+        key = (id(shims.open_jaxpr(jaxpr)[0]), steady, replaceable, mesh)
         if key not in self.plans:
-            self.plans[key] = self._plan(jaxpr, path, steady, replaceable)
+            self.plans[key] = self._plan(jaxpr, path, steady, replaceable, mesh)
         return self.plans[key]
 
-    def _plan(self, jaxpr: Any, path: str, steady: frozenset[int] | None, replaceable: bool) -> Plan:
+    def _plan(
+        self, jaxpr: Any, path: str, steady: frozenset[int] | None, replaceable: bool, mesh: Any
+    ) -> Plan:
         flow = dataflow(jaxpr, differentiable=self.differentiable)
         bodies: dict[int, dict[str, tuple[Plan, ...]]] = {}
         opaque: dict[int, tuple[Plan, ...]] = {}
         same = _steady_values(flow, steady)
         for index, op in enumerate(flow.ops):
-            inner = self._bodies(op, path, same, replaceable)
+            inner = self._bodies(op, path, same, mesh, replaceable=replaceable)
             if not inner:
                 continue
             if replaceable and op.name in BODIES and all(map(_retraceable, _jaxprs(op))):
                 bodies[index] = inner
             else:
-                inner = self._bodies(op, path, same, replaceable=False)
+                inner = self._bodies(op, path, same, mesh, replaceable=False)
                 opaque[index] = tuple(p for plans in inner.values() for p in plans)
-        decisions = self._decide(flow, path, same, replaceable)
+        decisions = self._decide(flow, path, same, replaceable, mesh)
         order: tuple[int | Unit, ...] = ()
         if any(decision.rewritten for decision in decisions):
             decisions, order = program_order(flow, decisions)
@@ -190,9 +197,11 @@ class _Planner:
         return Plan(flow, path, decisions, order, bodies, opaque)
 
     def _bodies(
-        self, op: Op, path: str, same: Set[int] | None, replaceable: bool
+        self, op: Op, path: str, same: Set[int] | None, mesh: Any, *, replaceable: bool
     ) -> dict[str, tuple[Plan, ...]]:
         name = f"{path}/{op.name}".lstrip("/")
+        if op.name == "shard_map" and hasattr(op.params["mesh"], "devices"):
+            mesh = op.params["mesh"]
         held = BODIES.get(op.name) if replaceable else None
         if held is None:
             held = tuple(op.params) if any(_jaxprs(op)) else ()
@@ -203,6 +212,7 @@ class _Planner:
                     name,
                     _steady_arguments(op, param, j, same),
                     replaceable=replaceable and op.name in BODIES,
+                    mesh=mesh,
                 )
                 for j in _as_jaxprs(op.params[param])
             )
@@ -211,7 +221,7 @@ class _Planner:
         }
 
     def _decide(
-        self, flow: Dataflow, path: str, same: Set[int] | None, replaceable: bool
+        self, flow: Dataflow, path: str, same: Set[int] | None, replaceable: bool, mesh: Any
     ) -> tuple[Decision, ...]:
         matches = match_dataflow(flow)
         if not matches:
@@ -220,14 +230,20 @@ class _Planner:
             inside = Reason(Code.OPAQUE_CALL, f"It is in {path}.")
             return tuple(Decision(m.collective, None, None, False, inside) for m in matches)
         result = flow.avals[flow.ops[matches[0].collective.op].outputs[0]]
-        hardware = self.hardware_of(shims.device_kind(result))
+        network = self._network(shims.device_kind(result), mesh)
         outline = Plan(flow, path, (), (), {}, {})
         repeated = {
             match.collective.op
             for match in matches
             if same is not None and all(o in same for o in flow.ops[match.collective.op].inputs)
         }
-        return decide(flow, matches, self.policy, hardware, lambda d: describe(outline, d), repeated)
+        return decide(flow, matches, self.policy, network, lambda d: describe(outline, d), repeated)
+
+    def _network(self, device_kind: str | None, mesh: Any) -> Network:
+        key = (device_kind, mesh)
+        if key not in self.networks:
+            self.networks[key] = Network(self.hardware_of(device_kind), mesh)
+        return self.networks[key]
 
 
 def _steady_values(flow: Dataflow, steady: frozenset[int] | None) -> Set[int] | None:

@@ -6,96 +6,114 @@ import dataclasses
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
-from cost_model import (
-    Estimate,
-    Hardware,
-    Matmul,
-    RingWork,
-    all_gather_s,
-    all_reduce_s,
-    estimate,
-    exchange_estimate,
-)
+from cost_model import Axis, Estimate, Matmul, RingWork, estimate, exchange_estimate
 from passes.block_eval import accumulator_dtype
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
 from passes.dots import matmul
 from passes.graph import Dataflow
-from passes.schedule import RingSchedule
+from passes.schedule import Across, RingSchedule, across, gather_schedule
 
 Pricer = Callable[[RingSchedule], Estimate]
 
 
-def pricer(flow: Dataflow, chain: Chain, hardware: Hardware) -> Pricer:
+def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
     """Predicts, per schedule, the times of the chain as written and as a ring. Sizes are worked out once."""
     axis_size = chain.collective.axis_size
     op = flow.ops[chain.collective.op]
     if isinstance(chain, DotPsum):
-        before = pricer(flow, chain.scatter, hardware)
+        before = pricer(flow, chain.scatter, axis)
         if chain.gather is not None:
-            after = pricer(flow, chain.gather, hardware)
-            return lambda schedule: before(schedule) + after(schedule)
+            after = pricer(flow, chain.gather, axis)
+            return lambda schedule: before(schedule) + after(gather_schedule(schedule))
         total = flow.avals[op.outputs[0]]
-        gather = _alone(all_gather_s(total.size * total.dtype.itemsize, axis_size, hardware))
+        gather = _alone(axis.all_gather_s(total.size * total.dtype.itemsize))
         return lambda schedule: before(schedule) + gather
     if chain.collective.kind == "all_to_all":
         operand = flow.aval(op.inputs[0])
         exchange = exchange_estimate(
-            axis_size=axis_size,
             block_bytes=operand.size * operand.dtype.itemsize / axis_size,
             matmuls=_matmuls(flow, chain, Fraction(1)),
             partials=_matmuls(flow, chain, Fraction(1, axis_size)),
-            hardware=hardware,
+            axis=axis,
         )
         return lambda schedule: exchange
-    work = ring_work(flow, chain)
+    work_of = gather_work(flow, chain) if isinstance(chain, AllGatherDot) else scatter_work(flow, chain, axis)
     added_s = 0.0
     for reduction in chain.reductions if isinstance(chain, AllGatherDot) else ():
         reduced = flow.avals[flow.ops[reduction.op].outputs[0]]
-        reduced_bytes = reduced.size * accumulator_dtype(reduced.dtype).itemsize
-        added_s += all_reduce_s(reduced_bytes, axis_size, hardware)
+        added_s += axis.all_reduce_s(reduced.size * accumulator_dtype(reduced.dtype).itemsize)
 
     def ring(schedule: RingSchedule) -> Estimate:
-        priced = estimate(work, hardware, directions=schedule.directions)
+        priced = estimate(work_of(schedule), axis)
         return dataclasses.replace(priced, overlapped_s=priced.overlapped_s + added_s) if added_s else priced
 
     return ring
 
 
-def ring_work(flow: Dataflow, chain: AllGatherDot | DotReduceScatter) -> RingWork:
-    """The chain's bytes and matmuls, per device."""
+WorkOf = Callable[[RingSchedule], RingWork]
+
+
+def gather_work(flow: Dataflow, chain: AllGatherDot) -> WorkOf:
+    """The bytes and matmuls of a gather ring, per device and schedule."""
     axis_size = chain.collective.axis_size
-    dots: dict[str, Any] = {
-        "matmuls": _matmuls(flow, chain, Fraction(1)),
-        "partials": _matmuls(flow, chain, Fraction(1, axis_size)),
-        "half_partials": _matmuls(flow, chain, Fraction(1, 2 * axis_size)),
-    }
-    op = flow.ops[chain.collective.op]
-    if isinstance(chain, AllGatherDot):
-        gathered, wire = flow.avals[op.outputs[0]], flow.avals[chain.wire]
-        sums = [flow.avals[flow.ops[d.op].outputs[0]] for d in chain.dots if d.dims.result_dim is None]
+    gathered = flow.avals[flow.ops[chain.collective.op].outputs[0]]
+    wire = flow.avals[chain.wire]
+    whole = _matmuls(flow, chain, Fraction(1))
+    sums = [flow.avals[flow.ops[d.op].outputs[0]] for d in chain.dots if d.dims.result_dim is None]
+    sum_bytes = sum(s.size * accumulator_dtype(s.dtype).itemsize for s in sums)
+    cut = across(flow, chain)
+
+    def work(schedule: RingSchedule) -> RingWork:
+        pieces = 1 if schedule.joined else schedule.pieces
+        second = None if cut is None or schedule.columns == 1 else (cut, Fraction(1, schedule.columns))
         return RingWork(
             collective="all_gather",
-            axis_size=axis_size,
             shard_bytes=wire.size * wire.dtype.itemsize / axis_size,
             collective_shard_bytes=gathered.size * gathered.dtype.itemsize / axis_size,
-            accumulates=bool(sums),
-            accumulate_bytes=sum(2 * s.size * accumulator_dtype(s.dtype).itemsize for s in sums),
+            matmuls=whole,
+            piece=_matmuls(flow, chain, Fraction(1, axis_size * pieces), second),
+            directions=schedule.directions,
+            rings=schedule.rings,
+            chains=schedule.chains,
+            columns=schedule.columns,
+            joined=schedule.joined,
+            accumulator_bytes=sum_bytes / schedule.columns,
             hands_out_gathered=bool(chain.handed_out),
-            **dots,
         )
-    scattered = flow.aval(op.inputs[0])
-    wire_bytes = scattered.size * accumulator_dtype(scattered.dtype).itemsize / axis_size
-    return RingWork(
-        collective="reduce_scatter",
-        axis_size=axis_size,
-        shard_bytes=wire_bytes,
-        collective_shard_bytes=scattered.size * scattered.dtype.itemsize / axis_size,
-        accumulates=True,
-        accumulate_bytes=3 * wire_bytes,
-        **dots,
-    )
+
+    return work
+
+
+def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
+    """The bytes and matmuls of a scatter ring, per device and schedule."""
+    axis_size = chain.collective.axis_size
+    scattered = flow.aval(flow.ops[chain.collective.op].inputs[0])
+    whole = _matmuls(flow, chain, Fraction(1))
+    cut = across(flow, chain)
+    wide_bytes = scattered.size * accumulator_dtype(scattered.dtype).itemsize / axis_size
+    narrow_bytes = scattered.size * scattered.dtype.itemsize / axis_size
+
+    def work(schedule: RingSchedule) -> RingWork:
+        share = Fraction(1, axis_size)
+        second = None
+        if cut is not None and schedule.across:
+            second = (cut, Fraction(1, schedule.pieces))
+        else:
+            share /= schedule.pieces
+        return RingWork(
+            collective="reduce_scatter",
+            shard_bytes=narrow_bytes if schedule.wire == "operand" else wide_bytes,
+            collective_shard_bytes=narrow_bytes,
+            matmuls=whole,
+            piece=_matmuls(flow, chain, share, second),
+            directions=schedule.directions,
+            rings=schedule.rings,
+            chains=schedule.chains,
+            apart_bytes=0 if axis.hardware.fuses_additions else 3 * wide_bytes,
+        )
+
+    return work
 
 
 def _alone(seconds: float) -> Estimate:
@@ -105,19 +123,27 @@ def _alone(seconds: float) -> Estimate:
     )
 
 
-def _matmuls(flow: Dataflow, chain: AllGatherDot | DotReduceScatter, share: Fraction) -> tuple[Matmul, ...]:
-    return tuple(_matmul(flow, dot, share) for dot in chain.dots)
+def _matmuls(
+    flow: Dataflow,
+    chain: AllGatherDot | DotReduceScatter,
+    share: Fraction,
+    second: tuple[Across, Fraction] | None = None,
+) -> tuple[Matmul, ...]:
+    return tuple(_matmul(flow, dot, share, second) for dot in chain.dots)
 
 
-def _matmul(flow: Dataflow, dot: BlockOp, share: Fraction) -> Matmul:
-    """The dot on a piece of its blocked dim, sizes rounded up."""
+def _matmul(flow: Dataflow, dot: BlockOp, share: Fraction, second: tuple[Across, Fraction] | None) -> Matmul:
+    """The dot on a piece of its blocked dim, and of a second one, sizes rounded up."""
     op = flow.ops[dot.op]
     shapes = []
     for operand, dim in zip(op.inputs, dot.dims.operand_dims, strict=True):
         shape = list(flow.aval(operand).shape)
         if dim is not None:
             shape[dim] = math.ceil(shape[dim] * share)
-        shapes.append(tuple(shape))
+        shapes.append(shape)
+    if second is not None:
+        cut, part = second
+        shapes[cut.operand][cut.dim] = math.ceil(shapes[cut.operand][cut.dim] * part)
     lhs, rhs = (flow.aval(operand).dtype for operand in op.inputs)
     out = flow.avals[op.outputs[0]].dtype
-    return matmul(op.params["dimension_numbers"], shapes[0], shapes[1], lhs, rhs, out)
+    return matmul(op.params["dimension_numbers"], tuple(shapes[0]), tuple(shapes[1]), lhs, rhs, out)

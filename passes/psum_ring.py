@@ -11,20 +11,21 @@ from passes.block_eval import Read
 from passes.chains import DotPsum
 from passes.gather_ring import emit_gather_ring
 from passes.graph import Dataflow
-from passes.hops import Places
+from passes.hops import Rings
 from passes.scatter_ring import emit_scatter_ring
-from passes.schedule import RingSchedule
+from passes.schedule import RingSchedule, gather_schedule
 
 
 def emit_psum_rings(
-    flow: Dataflow, chain: DotPsum, schedule: RingSchedule, read: Read, places: Places
+    flow: Dataflow, chain: DotPsum, schedule: RingSchedule, read: Read, rings: Rings
 ) -> dict[int, Any]:
     """Runs the psum as a reduce_scatter ring and a gather; returns the values needed, by number."""
     collective = chain.collective
     op = flow.ops[collective.op]
-    shard = emit_scatter_ring(flow, chain.scatter, schedule, read, places)
+    shard = emit_scatter_ring(flow, chain.scatter, schedule, read, rings)
     if chain.gather is not None:
-        return emit_gather_ring(flow, chain.gather, schedule, shard, read, places)
+        gather = gather_schedule(schedule)
+        return emit_gather_ring(flow, chain.gather, gather, shard, read, rings)
     with shims.equation_scope(op.eqn, op.scope):
         whole = lax.all_gather(
             shard,

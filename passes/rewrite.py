@@ -15,7 +15,7 @@ from passes.collective import Collective
 from passes.decide import Ring, Unit
 from passes.gather_ring import emit_gather_ring, emit_shard_reduction, own_block
 from passes.graph import Dataflow, Literal, Op, Operand
-from passes.hops import Places, PlacesOf
+from passes.hops import PlacesOf, Rings
 from passes.plan import BODIES, Plan
 from passes.psum_ring import emit_psum_rings
 from passes.scatter_ring import emit_scatter_exchange, emit_scatter_ring
@@ -119,10 +119,8 @@ def _emit(flow: Dataflow, unit: Unit, read: Read, places: PlacesOf) -> dict[int,
     elif isinstance(unit, ShardReduction):
         collective, results = unit.collective, emit_shard_reduction(flow, unit, read, places(unit.collective))
     else:
-        collective, results = (
-            unit.chain.collective,
-            _emit_ring(flow, unit, read, places(unit.chain.collective)),
-        )
+        collective = unit.chain.collective
+        results = _emit_ring(flow, unit, read, places.rings(collective, unit.schedule.orders))
     for value, result in results.items():
         if jax.typeof(result) != flow.avals[value]:
             where = flow.ops[collective.op].source
@@ -141,13 +139,13 @@ def _emit_nothing(flow: Dataflow, collective: Collective, read: Read) -> dict[in
     return {op.outputs[0]: operand}
 
 
-def _emit_ring(flow: Dataflow, ring: Ring, read: Read, places: Places) -> dict[int, Any]:
+def _emit_ring(flow: Dataflow, ring: Ring, read: Read, rings: Rings) -> dict[int, Any]:
     chain = ring.chain
     op = flow.ops[chain.collective.op]
     if isinstance(chain, DotPsum):
-        return emit_psum_rings(flow, chain, ring.schedule, read, places)
+        return emit_psum_rings(flow, chain, ring.schedule, read, rings)
     if isinstance(chain, AllGatherDot):
-        return emit_gather_ring(flow, chain, ring.schedule, read(op.inputs[0]), read, places)
+        return emit_gather_ring(flow, chain, ring.schedule, read(op.inputs[0]), read, rings)
     if ring.schedule.route == "exchange":
-        return {op.outputs[0]: emit_scatter_exchange(flow, chain, read, places)}
-    return {op.outputs[0]: emit_scatter_ring(flow, chain, ring.schedule, read, places)}
+        return {op.outputs[0]: emit_scatter_exchange(flow, chain, read, rings[0])}
+    return {op.outputs[0]: emit_scatter_ring(flow, chain, ring.schedule, read, rings)}

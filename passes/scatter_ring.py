@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import types
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from passes import shims
-from passes.block_eval import Piece, Read, accumulator_dtype, blank, run_on_piece, tie
+from passes.block_eval import Piece, Read, accumulator_dtype, blank, blank_of, run_on_piece, tie
 from passes.chains import DotReduceScatter
-from passes.graph import Dataflow
-from passes.hops import Places
-from passes.schedule import WHOLE, RingSchedule, divisions, parts
+from passes.graph import Dataflow, Operand
+from passes.hops import Places, Rings
+from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, parts
 
 _EXACT = frozenset(
     {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "neg", "pvary"}
@@ -22,39 +28,229 @@ _EXACT = frozenset(
 
 
 def emit_scatter_ring(
-    flow: Dataflow, chain: DotReduceScatter, schedule: RingSchedule, read: Read, places: Places
+    flow: Dataflow, chain: DotReduceScatter, schedule: RingSchedule, read: Read, rings: Rings
 ) -> Any:
     """Runs the chain as a ring and returns this device's shard of the result.
 
     The accumulator of the shard of device (i+P-1-s) mod P visits device i at step s and ends at its owner.
-    While it travels, the next partial product is made; the two are tied together after that product and then
-    added, in float32 if the result is narrower.
+    While it travels, the next partial products are made: those for the other pieces of the schedule, then its
+    own, to which it is added in float32 if the result is narrower. It travels in the schedule's dtype.
     """
-    collective = chain.collective
-    op, axis_size = flow.ops[collective.op], collective.axis_size
-    widened = _widened(flow, chain)
-    accumulators: list[Any] = []
-    divided = parts(schedule, divisions(flow, chain))
-    for step in range(axis_size):
-        with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{chain.kind}"):
-            received = [
-                places.hop(accumulator, -part.step)
-                for part, accumulator in zip(divided, accumulators, strict=False)
-            ]
-        partials = []
-        for part in divided:
-            piece = Piece(places, -part.step * (step + 1), part)
-            partial = _partial(flow, chain, piece, read, widened)
-            partials.append(lax.convert_element_type(partial, accumulator_dtype(partial.dtype)))
-        if received:
-            tied = tie(*received, *partials)
-            pairs = zip(tied[: len(divided)], tied[len(divided) :], strict=True)
-            partials = [lax.add(a, b) for a, b in pairs]
-        accumulators = partials
-    with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{chain.kind}"):
-        result = lax.concatenate(accumulators, collective.dim) if len(divided) > 1 else accumulators[0]
-        result = lax.convert_element_type(result, flow.avals[op.outputs[0]].dtype)
+    return _Ring(flow, chain, schedule, read, rings).run()
+
+
+class _Ring:
+    """The ring of one chain."""
+
+    def __init__(
+        self, flow: Dataflow, chain: DotReduceScatter, schedule: RingSchedule, read: Read, rings: Rings
+    ) -> None:
+        self.flow, self.chain, self.schedule, self.rings = flow, chain, schedule, rings
+        self.axis_size = chain.collective.axis_size
+        self.cut_across = across(flow, chain) if schedule.across else None
+        if self.cut_across is None:
+            self.divided = parts(schedule, divisions(flow, chain))
+            self.dim = chain.collective.dim
+        else:
+            # Every piece has whole blocks of the scattered dim, and its part of the other one.
+            self.dim = self.cut_across.result_dim
+            columns = parts(schedule, flow.avals[flow.ops[chain.dots[0].op].outputs[0]].shape[self.dim])
+            self.divided = tuple(
+                dataclasses.replace(part, start=Fraction(0), share=Fraction(1)) for part in columns
+            )
+            self.columns = columns
+        self.widened = _widened(flow, chain)
+        (operand,) = flow.ops[chain.collective.op].inputs
+        self.operand_aval = flow.aval(operand)
+        self.explicit = not flow.differentiable and shims.explicit_starts(self.operand_aval)
+        # Where the addition is to be fused into the product, the sum must have arrived before the product.
+        self.sum_first = self.explicit or shims.on_tpu(self.operand_aval)
+        self.cut = _cut_once(flow, chain)
+        self.read = read
+        self.in_flight: list[int] = []
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """The collective's place in the user's program."""
+        op = self.flow.ops[self.chain.collective.op]
+        with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{self.chain.kind}"):
+            yield
+
+    def run(self) -> Any:
+        """Runs the ring on the whole values."""
+        size, unroll = self.axis_size, self.schedule.unroll
+        hops = size - 1
+        sent: list[Any] = [None] * len(self.divided)
+        done = 0
+        if unroll and hops - 1 >= 2 * unroll:
+            carried = self._between(self._steps([0], sent))
+            rolled = (hops - 1) // unroll
+            for places in self.rings:
+                places.settle()
+
+            def iteration(number: Any, carried: list[Any]) -> list[Any]:
+                first = lax.add(lax.mul(number, np.int32(unroll)), np.int32(1))
+                steps = [lax.add(first, np.int32(step)) for step in range(unroll)]
+                return self._between(self._steps(steps, self._resumed(carried)))
+
+            carried = lax.fori_loop(np.int32(0), np.int32(rolled), iteration, carried)
+            sent = self._resumed(carried)
+            done = 1 + rolled * unroll
+        sums = self._steps(list(range(done, size)), sent)
+        with self.scope():
+            return self._result([total.value for total in sums])
+
+    def _steps(self, steps: list[Any], sent: list[Any]) -> list[Any]:
+        """Runs some steps, pieces in turn; the last sums of the last direction(s) are not sent on.
+
+        Args:
+          steps: their numbers.
+          sent: per piece the sum on its way; None before the first step.
+
+        Returns:
+          Per piece the sum: on its way, or, in the last step, not sent yet.
+        """
+        sent = list(sent)
+        self.in_flight = []
+        for number, part in enumerate(self.divided):
+            if isinstance(sent[number], _Unsent):
+                sent[number] = self._send(sent[number].value, part)
+                self.in_flight += [number] if self.explicit else []
+        for step in steps:
+            for number, part in enumerate(self.divided):
+                piece = Piece(self.rings[part.ring], self._distance(part, step), part)
+                sent[number] = self._narrow(self._add(sent, number, piece), step)
+                if step is steps[-1] and self._waits(number, step):
+                    sent[number] = _Unsent(sent[number])
+                else:
+                    sent[number] = self._send(sent[number], part)
+                    self.in_flight = [number] if self.explicit else []
+        return sent
+
+    def _waits(self, number: int, step: Any) -> bool:
+        """Whether a piece's sum of an iteration's last step is sent only in the next one.
+
+        The hops of an iteration must be done at its end: the last piece each way would have nothing beside.
+        """
+        final = isinstance(step, int) and step == self.axis_size - 1
+        return final or number >= self._first_waiting
+
+    def _between(self, sent: list[Any]) -> list[Any]:
+        """What goes from one iteration to the next."""
+        with self.scope():
+            return [value.value if isinstance(value, _Unsent) else self._received(value) for value in sent]
+
+    def _resumed(self, carried: list[Any]) -> list[Any]:
+        return [
+            _Unsent(value) if number >= self._first_waiting else _Arrived(value)
+            for number, value in enumerate(carried)
+        ]
+
+    @property
+    def _first_waiting(self) -> int:
+        return len(self.divided) - self.schedule.directions * self.schedule.rings
+
+    def _distance(self, part: Part, step: Any) -> Any:
+        if isinstance(step, int):
+            return -part.step * (step + 1)
+        after = lax.add(step, np.int32(1))
+        return after if part.step == -1 else lax.neg(after)
+
+    def _add(self, sent: list[Any], number: int, piece: Piece) -> Any:
+        """One partial product, with the sum that has arrived for it."""
+        received = None
+        if sent[number] is not None:
+            with self.scope():
+                received = self._received(sent[number])
+        cuts = {operand: piece.of(self.read(operand), dim) for operand, dim in self.cut.items()}
+        if self.sum_first:
+            received, cuts = self._tie_to_operands(sent, received, cuts)
+        read = self.read if self.cut_across is None else self._column(self.cut_across, self.columns[number])
+        partial = _partial(self.flow, self.chain, piece, read, self.widened, cuts)
+        partial = lax.convert_element_type(partial, accumulator_dtype(partial.dtype))
+        if received is None:
+            return partial
+        if not self.sum_first:
+            received, partial = tie(received, partial)
+        return lax.add(lax.convert_element_type(received, partial.dtype), partial)
+
+    def _column(self, cut: Across, column: Part) -> Read:
+        """Reads of the operand that is cut across only one piece's part."""
+        op = self.flow.ops[self.chain.dots[0].op]
+
+        def read(operand: Operand) -> Any:
+            whole = self.read(operand)
+            if operand != op.inputs[cut.operand]:
+                return whole
+            size = whole.shape[cut.dim]
+            start, length = int(column.start * size), int(column.share * size)
+            return lax.slice_in_dim(whole, start, start + length, axis=cut.dim)
+
+        return read
+
+    def _tie_to_operands(
+        self, sent: list[Any], received: Any, cuts: dict[int, Any]
+    ) -> tuple[Any, dict[int, Any]]:
+        """Ties the start of the last hop, and what has arrived, to the operands of the next product."""
+        futures = [sent[number] for number in self.in_flight]
+        arrived = [] if received is None else [received]
+        if not (futures or arrived):
+            return received, cuts
+        tied = list(tie(*futures, *arrived, *cuts.values()))
+        for number in self.in_flight:
+            sent[number] = tied.pop(0)
+        # The TPU compiler ends the process over a future that is tied and then not used.
+        self.in_flight = []
+        received = tied.pop(0) if arrived else None
+        return received, dict(zip(cuts, tied, strict=True))
+
+    def _send(self, total: Any, part: Part) -> Any:
+        with self.scope():
+            places = self.rings[part.ring]
+            hop = places.start_hop if self.explicit else places.hop
+            return hop(total, -part.step)
+
+    def _narrow(self, total: Any, step: Any) -> Any:
+        """A sum as it travels; the last one does not."""
+        final = isinstance(step, int) and step == self.axis_size - 1
+        if final or self.schedule.wire == "float32":
+            return total
+        return lax.convert_element_type(total, self.operand_aval.dtype)
+
+    def _received(self, sent: Any) -> Any:
+        if isinstance(sent, _Arrived):
+            return sent.value
+        return sent.done() if self.explicit else sent
+
+    def _result(self, sums: list[Any]) -> Any:
+        collective = self.chain.collective
+        (value,) = self.flow.ops[collective.op].outputs
+        dtype = self.flow.avals[value].dtype
+        shards = [lax.convert_element_type(total, dtype) for total in sums]
+        result = shards[0]
+        if len(shards) > 1:
+            shape = list(result.shape)
+            shape[self.dim] = sum(shard.shape[self.dim] for shard in shards)
+            result = blank_of(tuple(shape), result, differentiable=self.flow.differentiable)
+            start = 0
+            for shard in shards:
+                result = lax.dynamic_update_slice_in_dim(result, shard, start, self.dim)
+                start += shard.shape[self.dim]
         return result if collective.tiled else lax.squeeze(result, (collective.dim,))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Unsent:
+    """A sum that is still to be sent on."""
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Arrived:
+    """A sum that an earlier iteration received."""
+
+    value: Any
 
 
 def emit_scatter_exchange(flow: Dataflow, chain: DotReduceScatter, read: Read, places: Places) -> Any:
@@ -79,14 +275,30 @@ def emit_scatter_exchange(flow: Dataflow, chain: DotReduceScatter, read: Read, p
 
 
 def _partial(
-    flow: Dataflow, chain: DotReduceScatter, piece: Piece, read: Read, widened: frozenset[int]
+    flow: Dataflow,
+    chain: DotReduceScatter,
+    piece: Piece,
+    read: Read,
+    widened: frozenset[int],
+    cuts: Mapping[int, Any] = types.MappingProxyType({}),
 ) -> Any:
-    """One piece of the collective's operand."""
+    """One piece of the collective's operand, from whole values and the pieces ``cuts`` of some of them."""
     (operand,) = flow.ops[chain.collective.op].inputs
     assert isinstance(operand, int)
-    pieces: dict[int, Any] = {}
+    pieces: dict[int, Any] = dict(cuts)
     run_on_piece(flow, chain.body, pieces, piece, read, widened)
     return pieces[operand]
+
+
+def _cut_once(flow: Dataflow, chain: DotReduceScatter) -> dict[int, int]:
+    """The values from outside the chain that are cut into blocks, always along the same dim, and that dim."""
+    made = {value for block in chain.body for value in flow.ops[block.op].outputs}
+    dims: dict[int, set[int]] = {}
+    for block in chain.body:
+        for operand, dim in zip(flow.ops[block.op].inputs, block.dims.operand_dims, strict=True):
+            if isinstance(operand, int) and operand not in made and dim is not None:
+                dims.setdefault(operand, set()).add(dim)
+    return {operand: dim for operand, (dim, *more) in ((o, tuple(d)) for o, d in dims.items()) if not more}
 
 
 def _widened(flow: Dataflow, chain: DotReduceScatter) -> frozenset[int]:

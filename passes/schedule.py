@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from fractions import Fraction
 from typing import Literal
 
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum
+from passes.dots import DotDims, dot_dims
 from passes.graph import Dataflow
 
 
@@ -20,15 +22,65 @@ class RingSchedule:
         both directions of every link and halves the time of a hop.
       route: ``ring``, every shard passes every device; ``exchange``, each block goes straight to where it
         belongs.
+      chains: pieces per direction that each block is cut into. The hops of one piece run beside the partial
+        dots of the others: a scatter ring needs two to hide a hop, as it must add to a sum before it sends
+        it on.
+      columns: into how many parts, along a free dim of what travels, a gather on a contracting dim is cut;
+        their rings run one after the other. Fewer columns make a smaller accumulator, which may stay on chip.
+      across: whether a scatter ring's pieces are cut along another dim than the scattered one: narrower
+        matmuls of as many rows in place of shorter ones.
+      joined: whether the pieces of one step go into one partial dot, of their concatenation.
+      wire: what a scatter ring sends: partial sums in ``float32`` (at least), or in the dtype of the
+        ``operand``, rounded after every addition as the collective itself would.
+      unroll: steps per iteration of a rolled ring; 0 where the ring is unrolled.
+      orders: per ring the places in the order in which it visits them, each ring with its share of every
+        block; empty for one ring in the order of the places.
     """
 
     directions: Literal[1, 2]
     route: Literal["ring", "exchange"] = "ring"
+    chains: int = 1
+    columns: int = 1
+    across: bool = False
+    joined: bool = False
+    wire: Literal["float32", "operand"] = "float32"
+    unroll: int = 0
+    orders: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def rings(self) -> int:
+        """How many rings, with links of their own, run at once."""
+        return max(1, len(self.orders))
+
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces each block is cut."""
+        return self.directions * self.rings * self.chains
 
     def __str__(self) -> str:
         if self.route == "exchange":
             return "exchange"
-        return "unidirectional" if self.directions == 1 else "bidirectional"
+        words = ["unidirectional" if self.directions == 1 else "bidirectional"]
+        if self.chains > 1:
+            words.append(f"{self.chains} chains")
+        if self.columns > 1:
+            words.append(f"{self.columns} columns")
+        if self.across:
+            words.append("cut across")
+        if self.joined:
+            words.append("joined")
+        if self.wire == "operand":
+            words.append("narrow wire")
+        if self.unroll:
+            words.append(f"rolled by {self.unroll}")
+        if self.orders:
+            words.append("reordered" if self.rings == 1 else f"{self.rings} rings")
+        return ", ".join(words)
+
+
+def gather_schedule(schedule: RingSchedule) -> RingSchedule:
+    """How the second half of a psum gathers what a ring of this schedule has scattered."""
+    return dataclasses.replace(schedule, chains=1, across=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,23 +90,63 @@ class Part:
     Attributes:
       start, share: where the part begins and how much it is, in fractions of a block.
       step: by how many devices the owner of what arrives moves per hop: 1 or -1.
+      ring: number of the ring that it travels on.
     """
 
     start: Fraction
     share: Fraction
     step: Literal[1, -1]
+    ring: int = 0
 
 
 WHOLE = Part(Fraction(0), Fraction(1), 1)
 """The part that is the whole block."""
 
 
-def candidates(flow: Dataflow, chain: Chain) -> tuple[RingSchedule, ...]:
-    """The schedules that apply to a chain."""
-    if chain.collective.kind == "all_to_all":
-        return (RingSchedule(directions=1, route="exchange"),)
-    both = (RingSchedule(directions=1), RingSchedule(directions=2))
-    return both if divisions(flow, chain) > 1 else both[:1]
+@dataclasses.dataclass(frozen=True, slots=True)
+class Across:
+    """A second dim along which a chain's only dot can be cut, apart from its blocked dim.
+
+    Attributes:
+      operand: the operand that is cut along with it, 0 or 1.
+      dim: the dim of that operand.
+      result_dim: the dim of the dot's result.
+    """
+
+    operand: int
+    dim: int
+    result_dim: int
+
+
+def across(flow: Dataflow, chain: Chain) -> Across | None:
+    """The largest such dim of the operand that is not blocked, or, for a contracting dim, of what travels.
+
+    None where the chain has more than one dot, or operations between the dot and the collective.
+    """
+    if isinstance(chain, DotPsum) or len(chain.dots) != 1 or chain.collective.kind == "all_to_all":
+        return None
+    (dot,) = chain.dots
+    op = flow.ops[dot.op]
+    if not isinstance(dot.dims, DotDims) or op.inputs[0] == op.inputs[1]:
+        return None
+    if isinstance(chain, AllGatherDot):
+        if chain.after or chain.handed_out or dot.dims.role != "contracting":
+            return None
+        side = op.inputs.index(chain.wire)
+    else:
+        if len(chain.body) != 1 or dot.dims.role != "free":
+            return None
+        side = dot.dims.operand_dims.index(None)
+    numbers = op.params["dimension_numbers"]
+    shapes = [flow.aval(operand).shape for operand in op.inputs]
+    taken = {*numbers[0][side], *numbers[1][side]}
+    free = [dim for dim in range(len(shapes[side])) if dim not in taken]
+    if not free:
+        return None
+    dim = max(free, key=lambda d: shapes[side][d])
+    result_dim = dot_dims(numbers, (len(shapes[0]), len(shapes[1])), side, dim).result_dim
+    assert result_dim is not None
+    return Across(side, dim, result_dim)
 
 
 def divisions(flow: Dataflow, chain: Chain) -> int:
@@ -82,9 +174,18 @@ def divisions(flow: Dataflow, chain: Chain) -> int:
 def parts(schedule: RingSchedule, unit: int) -> tuple[Part, ...]:
     """How a schedule divides each block, given the number of equal parts it can be cut into.
 
-    Blocks that do not divide by two are cut into two unequal parts.
+    Pieces that go both ways take turns. Where ``unit`` does not divide by their number some are larger.
+
+    Raises:
+      ValueError: the schedule has more pieces than there are parts.
     """
-    if schedule.directions == 1:
-        return (WHOLE,)
-    first = Fraction((unit + 1) // 2, unit)
-    return (Part(Fraction(0), first, 1), Part(first, 1 - first, -1))
+    pieces = schedule.pieces
+    if pieces > unit:
+        raise ValueError(f"a block of {unit} part(s) cannot be cut into {pieces} pieces")
+    bounds = [Fraction(-(-unit * number // pieces), unit) for number in range(pieces + 1)]
+    steps: tuple[Literal[1, -1], ...] = (1, -1) if schedule.directions == 2 else (1,)
+    ways = [(step, ring) for ring in range(schedule.rings) for step in steps]
+    return tuple(
+        Part(start, end - start, *ways[number % len(ways)])
+        for number, (start, end) in enumerate(itertools.pairwise(bounds))
+    )

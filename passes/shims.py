@@ -150,6 +150,71 @@ def uninitialised(shape: tuple[int, ...], dtype: Any, *, differentiable: bool) -
     return lax.empty(shape, dtype)
 
 
+def explicit_starts(aval: Any) -> bool:
+    """Whether hops of a program with this value may be started explicitly: jax ≥ 0.12, TPU and GPU.
+
+    On CPU such a start works, but a barrier that takes it along ends the process (jax 0.12.0).
+    """
+    return _START is not None and _platform(aval) in ("tpu", "gpu")
+
+
+def start_ppermute(value: Any, names: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Any:
+    """Starts a ``ppermute`` and gives a future of its result, to be had with ``.done()``.
+
+    Not exported by jax yet. Unlike a plain ``ppermute``, whose start the compiler places, it can be tied to
+    the operand of the matmul that is to run beside it.
+    """
+    assert _START is not None
+    return _START(value, names, pairs)
+
+
+def on_tpu(aval: Any) -> bool:
+    """Whether a program with this value is for TPUs."""
+    return _platform(aval) == "tpu"
+
+
+def _platform(aval: Any) -> str | None:
+    kind = (device_kind(aval) or "").lower()
+    if kind.startswith("tpu"):
+        return "tpu"
+    return "gpu" if "nvidia" in kind else None
+
+
+def _ppermute_start() -> Callable[..., Any] | None:
+    """jax's ``ppermute_start``, where it has one, made to work under ``vmap``, for which jax has no rules."""
+    from jax._src import core
+    from jax._src.interpreters import batching
+    from jax._src.lax import parallel
+
+    future = getattr(core, "AbstractFuture", None)
+    start = getattr(parallel, "ppermute_start", None)
+    # jax 0.10 has the start, but no barrier that takes its future.
+    if jax.__version_info__ < (0, 12) or future is None or start is None:
+        return None
+
+    def mapped(size: int, axis: int | None, aval: Any) -> Any:
+        return aval.update(inner_aval=core.mapped_aval(size, axis, aval.inner_aval))
+
+    def unmapped(size: int, axis: int | None, explicit: Any, aval: Any) -> Any:
+        return aval.update(inner_aval=core.unmapped_aval(size, axis, aval.inner_aval, explicit))
+
+    core.aval_mapping_handlers.setdefault(future, (mapped, unmapped))
+    for primitive in (parallel.ppermute_start_p, parallel.ppermute_done_p):
+        if primitive not in batching.fancy_primitive_batchers:
+
+            def batched(values: Any, dims: Any, primitive: Any = primitive, **params: Any) -> Any:
+                return primitive.bind(*values, **params), dims[0]
+
+            batching.primitive_batchers[primitive] = batched
+    return start  # type: ignore[no-any-return]
+
+
+_START = _ppermute_start()
+
+EXPLICIT_STARTS = _START is not None
+"""Whether this jax can start hops explicitly at all."""
+
+
 def is_jitted(fun: Callable[..., Any]) -> bool:
     """Whether ``fun`` came out of ``jax.jit``."""
     return hasattr(fun, "_jit_info") and hasattr(fun, "__wrapped__")

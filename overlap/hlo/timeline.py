@@ -47,8 +47,8 @@ class CollectiveTime:
       exposed_s: seconds in which compute waited for it, in all executions.
       hidden_s: seconds of it that ran beside compute, in all executions.
       overlapped_with: names of the instructions that ran beside it.
-      next_to_dot: "feeds" or "follows" where a matmul directly (through copies, bitcasts and casts) consumes or
-        produces what it moves; "" otherwise.
+      next_to_dot: "feeds" or "follows" where a matmul directly (through copies, bitcasts and casts) consumes
+        or produces what it moves; "" otherwise.
     """
 
     name: str
@@ -76,6 +76,7 @@ class Timeline:
       total_s: from the first instruction to the last.
       compute_s: in which the compute stream was busy.
       exposed_s: in which it waited for collectives.
+      copy_wait_s: in which it waited for asynchronous copies; the three make `total_s`.
       collectives: in order of start.
       events: the bars of all streams, by start.
       peak_in_flight: most permutes (of any asynchronous kind) in flight at once.
@@ -92,3 +93,4 @@ class Timeline:
     events: tuple[Event, ...]
     peak_in_flight: int
     assumptions: tuple[str, ...]
+    copy_wait_s: float = 0.0

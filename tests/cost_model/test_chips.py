@@ -56,3 +56,30 @@ def test_no_device_kind_is_claimed_twice() -> None:
 )
 def test_links_of_an_axis_add_up_to_the_published_bandwidth(name: str, one_way: float) -> None:
     assert by_name(name).axis_bytes_per_s == pytest.approx(one_way)
+
+
+@pytest.mark.parametrize(
+    ("name", "cores", "flops_per_cycle"),
+    [
+        ("tpu_v4", 2, 2**17),
+        ("tpu_v5e", 1, 2**17),
+        ("tpu_v5p", 1, 2**18),
+        ("tpu_v6e", 1, 2**19),
+        ("tpu_7x", 2, 2**19),
+    ],
+)
+def test_a_tpu_s_clock_times_its_matrix_units_is_its_peak(
+    name: str, cores: int, flops_per_cycle: int
+) -> None:
+    device = by_name(name).per_core(cores)
+    assert device.clock_hz * flops_per_cycle == pytest.approx(device.flops_for("bfloat16"), rel=0.005)
+
+
+def test_only_the_tpu_compiler_gives_cycles() -> None:
+    assert {name for name in names() if by_name(name).clock_hz} == {n for n in names() if n.startswith("tpu")}
+
+
+def test_every_accelerator_reaches_others_over_a_slower_network() -> None:
+    for hardware in map(by_name, names()):
+        assert 0 < hardware.dcn_bytes_per_s < hardware.axis_bytes_per_s
+        assert hardware.dcn_latency_s > hardware.hop_latency_s

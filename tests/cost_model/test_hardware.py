@@ -69,6 +69,10 @@ def test_rates_and_times_must_be_positive_and_finite(field: str, value: float) -
         ({"matmul_tile": (8, 128)}, "matmul_tile"),
         ({"matmul_efficiency": 1.5}, "at most 1"),
         ({"wraparound_multiple": -4}, "wraparound_multiple"),
+        ({"devices_per_chip": 0}, "devices_per_chip"),
+        ({"clock_hz": -1.0}, "clock_hz"),
+        ({"dcn_bytes_per_s": math.inf}, "dcn_bytes_per_s"),
+        ({"dcn_latency_s": math.nan}, "dcn_latency_s"),
     ],
 )
 def test_other_fields_are_checked_too(change: dict[str, Any], message: str) -> None:
@@ -113,6 +117,28 @@ def test_axes_close_on_themselves_by_size(
     hardware = by_name(name)
     assert all(hardware.has_wraparound(size) for size in joined)
     assert not any(hardware.has_wraparound(size) for size in open_ended)
+
+
+def test_a_core_is_an_equal_part_of_its_chip() -> None:
+    chip = by_name("tpu_v4")
+    core = chip.per_core(2)
+    assert core.name == "tpu_v4 core"
+    assert core.flops_for("bfloat16") == chip.flops_for("bfloat16") / 2
+    assert core.flops_for("int8") == chip.flops_for("int8") / 2
+    assert core.on_chip_bytes == chip.on_chip_bytes / 2
+    assert core.axis_bytes_per_s == chip.axis_bytes_per_s
+    assert core.per_core(2) is core
+    assert chip.per_core(1) is chip
+    die = by_name("tpu_7x")
+    assert die.per_core(2) is die.per_core(1) is die
+
+
+def test_a_description_without_the_later_fields_is_read() -> None:
+    fields = json.loads(by_name("tpu_v5p").to_json())
+    for later in ("devices_per_chip", "clock_hz", "dcn_bytes_per_s", "dcn_latency_s"):
+        del fields[later]
+    hardware = Hardware.from_json(json.dumps(fields))
+    assert (hardware.devices_per_chip, hardware.clock_hz, hardware.dcn_bytes_per_s) == (1, 0, 0)
 
 
 def test_the_cost_model_imports_neither_jax_nor_numpy() -> None:

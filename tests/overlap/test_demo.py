@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -32,8 +33,13 @@ def overlap(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess
 @cache
 def demo() -> str:
     """The output of the demo without its TPU part."""
-    done = overlap("demo", "--no-tpu", XLA_FLAGS="--xla_force_host_platform_device_count=3")
-    assert done.returncode == 0, done.stderr
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.html"
+        flags = "--xla_force_host_platform_device_count=3"
+        done = overlap("demo", "--no-tpu", "--report", str(report), XLA_FLAGS=flags)
+        assert done.returncode == 0, done.stderr
+        assert "original → overlapped, modelled" in report.read_text("utf-8")
+        assert report.as_uri() in done.stdout
     return done.stdout
 
 

@@ -15,7 +15,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import overlap
 from overlap import Report
-from passes import schedule
+from passes.candidates import candidates
+from passes.schedule import RingSchedule
 
 Shards = list[Any]
 
@@ -90,8 +91,8 @@ def run_both(
 def only_directions(directions: int) -> Iterator[None]:
     """Takes only schedules of so many directions, where the chain allows it."""
 
-    def only(*args: Any) -> tuple[schedule.RingSchedule, ...]:
-        all_of_them = schedule.candidates(*args)
+    def only(*args: Any) -> tuple[RingSchedule, ...]:
+        all_of_them = candidates(*args)
         return tuple(s for s in all_of_them if s.directions == directions) or all_of_them
 
     with mock.patch("passes.decide.candidates", only):

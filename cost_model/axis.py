@@ -1,0 +1,118 @@
+"""One mesh axis as its network carries it: the time of its collectives, and of a step of rings along it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cost_model import collectives, group_collectives
+from cost_model.hardware import Hardware
+from cost_model.ring_order import RingOrder, ring_orders, ring_step_s
+from cost_model.topology import Topology
+
+Directions = Literal[1, 2]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A mesh axis.
+
+    Attributes:
+      hardware: one device and its links.
+      size: devices on the axis, P.
+      topology: where the devices are; None if unknown: then the axis is a ring (or a line) of its own.
+      groups: the devices of each line of the mesh along the axis, by their number in the topology.
+      orders: the best rings along the axis, which share no link.
+    """
+
+    hardware: Hardware
+    size: int
+    topology: Topology | None = None
+    groups: tuple[tuple[int, ...], ...] = ()
+    orders: tuple[RingOrder, ...] = ()
+
+    @classmethod
+    def of(cls, topology: Topology, groups: tuple[tuple[int, ...], ...]) -> Axis:
+        """The axis along these groups of devices."""
+        orders = ring_orders(topology, groups) if len(groups[0]) > 1 else ()
+        return cls(topology.hardware, len(groups[0]), topology, groups, orders)
+
+    def all_gather_s(self, full_bytes: float) -> float:
+        """Seconds to gather an array of `full_bytes` from its shards."""
+        if self.topology is None:
+            return collectives.all_gather_s(full_bytes, self.size, self.hardware)
+        return group_collectives.all_gather_s(full_bytes, self.groups, self.topology)
+
+    def reduce_scatter_s(self, full_bytes: float) -> float:
+        """Seconds to reduce arrays of `full_bytes` and scatter the result."""
+        return self.all_gather_s(full_bytes)
+
+    def all_reduce_s(self, full_bytes: float) -> float:
+        """Seconds to reduce arrays of `full_bytes` on every device."""
+        if self.topology is None:
+            return collectives.all_reduce_s(full_bytes, self.size, self.hardware)
+        return group_collectives.all_reduce_s(full_bytes, self.groups, self.topology)
+
+    def all_to_all_s(self, full_bytes: float) -> float:
+        """Seconds to move the sharding of an array of `full_bytes` to another dimension."""
+        if self.topology is None:
+            return collectives.all_to_all_s(full_bytes, self.size, self.hardware)
+        return group_collectives.all_to_all_s(full_bytes, self.groups, self.topology)
+
+    def step_s(self, shard_bytes: float, directions: Directions, rings: int = 1) -> float:
+        """Seconds in which every device passes on a shard, cut evenly over the directions and rings."""
+        if self.size == 1:
+            return 0.0
+        if self.topology is None:
+            return ring_hop_s(shard_bytes, self.size, self.hardware, directions=directions)
+        return ring_step_s(
+            self.orders[:rings], shard_bytes, self.topology, self.groups, directions=directions
+        )
+
+    def permute_s(self, block_bytes: float, distance: int) -> float:
+        """Seconds in which every device sends a block to the one `distance` places further along."""
+        if self.size == 1 or distance % self.size == 0:
+            return 0.0
+        if self.topology is None:
+            return exchange_s(block_bytes, self.size, self.hardware, distance=distance % self.size)
+        pairs = tuple(
+            (group[place], group[(place + distance) % self.size])
+            for group in self.groups
+            for place in range(self.size)
+        )
+        return self.topology.permute_s(pairs, block_bytes)
+
+
+def ring_hop_s(shard_bytes: float, axis_size: int, hardware: Hardware, *, directions: Directions) -> float:
+    """Seconds in which every device passes on a whole shard one way, or a half-shard each way at once.
+
+    With wraparound all transfers go to neighbours, and two directions halve the bytes on every link. Without
+    it the last device reaches the first across the whole line, P-1 links against the direction of the others:
+    no contention with one direction, but P-1 latencies; with two, every link carries a half-shard of each
+    ring both ways, as many bytes as a whole shard one way, and nothing is gained. Where opposite hops do not
+    overlap, the halves take turns.
+    """
+    if axis_size == 1:
+        return 0.0
+    distance = 1 if hardware.has_wraparound(axis_size) else axis_size - 1
+    if directions == 1:
+        return collectives.hop_s(shard_bytes, hardware, distance=distance)
+    if not hardware.opposite_hops_overlap:
+        return 2 * collectives.hop_s(shard_bytes / 2, hardware, distance=distance)
+    link_bytes = shard_bytes / 2 if hardware.has_wraparound(axis_size) else shard_bytes
+    return collectives.hop_s(link_bytes, hardware, distance=distance)
+
+
+def exchange_s(block_bytes: float, axis_size: int, hardware: Hardware, *, distance: int) -> float:
+    """Seconds in which every device sends a block to the device `distance` places further along its axis.
+
+    On a torus a block takes the shorter way round, min(d, P-d) links, and so many blocks share each link.
+    Without wraparound the d last devices reach the first ones across P-d links the other way, with the same
+    number of blocks on a link. Behind a switch every distance is one hop.
+    """
+    if hardware.network == "switch":
+        return collectives.hop_s(block_bytes, hardware, distance=min(distance, 1))
+    sharing = min(distance, axis_size - distance)
+    ring = hardware.has_wraparound(axis_size)
+    links = sharing if ring else max(distance, axis_size - distance)
+    return collectives.hop_s(sharing * block_bytes, hardware, distance=links if distance else 0)

@@ -1,0 +1,252 @@
+"""The time of one collective over groups of devices, by the links those groups really have.
+
+A baseline to measure rings against: the bandwidth term is a lower bound, so that no implementation on the
+same links is faster. It looks at many cuts: sets of chips, into which certain bytes have to come through the
+links that lead there, those of all groups at once. A set is a box of the slice: in each dimension one chip,
+two, as many as lie between two neighbours of a group, half, or all. An all_gather brings into a set what its
+chips lack, (n-p)/n of V for a group that has p of its n devices there; an all_to_all p·(n-p) blocks. Rings,
+lines, grids and tori reach the bound. A whole axis with wraparound has two links into each chip, hence the
+scaling book's V/W, and V/(W·n_axes) for several axes; a line has one link into its end, hence P-1 hops of a
+shard ("Sharded Matrices and How to Multiply Them").
+
+The latency term is that of the links between the two devices of a group that are farthest apart.
+
+`full_bytes` is V, the bytes of the whole array, as in `collectives`: what every device holds after an
+all_gather, and before a reduce_scatter or an all_reduce. `groups` are the devices that take part together, by
+their number in the topology; all groups run at once. Every function raises ValueError for bytes that are
+negative or not finite, for an empty group and for a device in two groups.
+"""
+
+import functools
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from cost_model.topology import Coords, Topology
+
+Groups = Sequence[Sequence[int]]
+
+
+def all_gather_s(full_bytes: float, groups: Groups, topology: Topology, *, book: bool = False) -> float:
+    """Seconds to gather an array of `full_bytes` from its shards in every group.
+
+    Args:
+      full_bytes: V.
+      groups: the devices that gather together.
+      topology: where they are.
+      book: counts V bytes where (P-1)/P·V arrive, if every axis of the group wraps around: the scaling book's
+        formula, and `collectives.all_gather_s` on a ring.
+    """
+    network = _checked(full_bytes, groups, topology)
+    return _gather_s(full_bytes, network, book)
+
+
+def reduce_scatter_s(full_bytes: float, groups: Groups, topology: Topology, *, book: bool = False) -> float:
+    """Seconds to reduce arrays of `full_bytes` and scatter the result: as its mirror, the all_gather."""
+    return all_gather_s(full_bytes, groups, topology, book=book)
+
+
+def all_reduce_s(full_bytes: float, groups: Groups, topology: Topology, *, book: bool = False) -> float:
+    """Seconds to reduce arrays of `full_bytes` on every device.
+
+    A reduce_scatter, then an all_gather; or, for few bytes, every device sends its whole array to all others,
+    which pays the latency once.
+    """
+    network = _checked(full_bytes, groups, topology)
+    size = max(map(len, groups), default=1)
+    return min(2 * _gather_s(full_bytes, network, book), _gather_s(size * full_bytes, network, book))
+
+
+def all_to_all_s(full_bytes: float, groups: Groups, topology: Topology) -> float:
+    """Seconds to move the sharding of an array of `full_bytes`, all shards together, to another dimension.
+
+    Every device has one of P² blocks for each other. Half of them cross the middle of each dimension: on a
+    ring a quarter of the all_gather, V/4W.
+    """
+    network = _checked(full_bytes, groups, topology)
+    return max(network.latency_s, full_bytes * network.exchange_s_per_byte)
+
+
+@dataclass(frozen=True, slots=True)
+class _Network:
+    """What the links of all groups together come to: seconds per byte of V, and the least latency.
+
+    `book_share` is what a chip lacks of V where every axis of the groups wraps around, 1 elsewhere.
+    """
+
+    gather_s_per_byte: float
+    exchange_s_per_byte: float
+    latency_s: float
+    book_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """A set of devices, as how many it has of each group, and the bandwidth of the links that lead there."""
+
+    inside: Mapping[int, int]
+    bytes_per_s: float
+
+
+def _gather_s(full_bytes: float, network: _Network, book: bool) -> float:
+    per_byte = network.gather_s_per_byte / (network.book_share if book else 1)
+    return max(network.latency_s, full_bytes * per_byte)
+
+
+def _checked(full_bytes: float, groups: Groups, topology: Topology) -> _Network:
+    if not (math.isfinite(full_bytes) and full_bytes >= 0):
+        raise ValueError(f"bytes must be finite and not negative, got {full_bytes!r}")
+    return _network(tuple(map(tuple, groups)), topology)
+
+
+@functools.lru_cache(maxsize=256)
+def _network(groups: tuple[tuple[int, ...], ...], topology: Topology) -> _Network:
+    if not all(groups):
+        raise ValueError("a group of devices is empty")
+    devices = Counter(itertools.chain.from_iterable(groups))
+    if twice := [device for device, count in devices.items() if count > 1]:
+        raise ValueError(f"device {twice[0]} is in two groups, or twice in one")
+    if outside := [device for device in devices if not 0 <= device < topology.size]:
+        raise ValueError(f"device {outside[0]} is not one of the {topology.size} of {topology}")
+    sizes = list(map(len, groups))
+    gather_s = exchange_s = 0.0
+    for cut in _cuts(groups, topology):
+        lacking = crossing = 0.0
+        for number, inside in cut.inside.items():
+            size = sizes[number]
+            lacking += (size - inside) / size
+            crossing += inside * (size - inside) / size**2
+        if lacking:
+            gather_s = max(gather_s, lacking / cut.bytes_per_s)
+            exchange_s = max(exchange_s, crossing / cut.bytes_per_s)
+    latency_s = max((_latency_s(group, topology) for group in groups), default=0.0)
+    return _Network(gather_s, exchange_s, latency_s, _book_share(groups, topology))
+
+
+def _cuts(groups: tuple[tuple[int, ...], ...], topology: Topology) -> Iterator[_Cut]:
+    """Sets of devices that a collective may have to squeeze into: one device, a host, a box of chips."""
+    hardware = topology.hardware
+    of_chip: dict[tuple[int, Coords], Counter[int]] = {}
+    of_domain: dict[int, Counter[int]] = {}
+    for number, group in enumerate(groups):
+        for device in group:
+            place = topology.places[device]
+            of_chip.setdefault((place.domain, place.coords), Counter())[number] += 1
+            of_domain.setdefault(place.domain, Counter())[number] += 1
+    # A group within one slice or host leaves the network between them alone.
+    spread = {n for n, group in enumerate(groups) if len({topology.places[d].domain for d in group}) > 1}
+    outside = {number: hardware.dcn_bytes_per_s for number in spread}
+    apart = {n for n, group in enumerate(groups) if len({topology.places[d].coords for d in group}) > 1}
+    for (_, coords), inside in of_chip.items():
+        links = len(list(topology.neighbours(coords))) if topology.shape else 1
+        for number, count in inside.items():
+            if count > 1:
+                near = links * hardware.axis_bytes_per_s if number in apart or not topology.shape else 0.0
+                chip = hardware.hbm_bytes_per_s if topology.shape else 0.0
+                yield _Cut({number: 1}, near + chip + outside.get(number, 0.0))
+    for domain, inside in of_domain.items():
+        crossing = {number: count for number, count in inside.items() if number in spread}
+        if crossing:
+            yield _Cut(crossing, sum(crossing.values()) * hardware.dcn_bytes_per_s)
+        if topology.shape:
+            chips = {coords: numbers for (of, coords), numbers in of_chip.items() if of == domain}
+            yield from _boxes(chips, _strides(groups, topology), outside, topology)
+
+
+def _boxes(
+    chips: Mapping[Coords, Counter[int]],
+    strides: Sequence[int],
+    outside: Mapping[int, float],
+    topology: Topology,
+) -> Iterator[_Cut]:
+    """Boxes of chips of one slice with the bandwidth into them; half a slice only along one dimension."""
+    link = topology.hardware.axis_bytes_per_s
+    spans = [
+        list(_spans(length, wraps, {1, 2, stride}))
+        for length, wraps, stride in zip(topology.shape, topology.wraparound, strides, strict=True)
+    ]
+    everything = [(tuple(range(length)), 0) for length in topology.shape]
+    boxes = itertools.product(*([*some, whole] for some, whole in zip(spans, everything, strict=True)))
+    halves = (
+        (*everything[:dim], half, *everything[dim + 1 :])
+        for dim, (length, wraps) in enumerate(zip(topology.shape, topology.wraparound, strict=True))
+        for half in list(_spans(length, wraps, {length // 2}))[:: max(1, length // 16)]
+    )
+    for box in itertools.chain(boxes, halves):
+        volume = math.prod(len(values) for values, _ in box)
+        links = sum(sides * volume // len(values) for values, sides in box)
+        inside: Counter[int] = Counter()
+        for coords in itertools.product(*(values for values, _ in box)):
+            if coords in chips:
+                inside.update(chips[coords])
+        if inside and links:
+            beyond = sum(count * outside.get(number, 0.0) for number, count in inside.items())
+            yield _Cut(inside, links * link + beyond)
+
+
+def _spans(length: int, wraps: bool, counts: set[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Runs of so many chips along a dimension, not all of them, each with its number of links inwards."""
+    for count in sorted(counts & set(range(1, length))):
+        for start in range(length if wraps else length - count + 1):
+            values = tuple((start + i) % length for i in range(count))
+            yield values, 2 if wraps else (start > 0) + (start + count < length)
+
+
+def _strides(groups: tuple[tuple[int, ...], ...], topology: Topology) -> list[int]:
+    """Per dimension, the distance at which a group's chips follow each other; 1 if it has but one there."""
+    strides = []
+    for dim in range(len(topology.shape)):
+        stride = 1
+        for group in groups:
+            values = sorted({topology.places[device].coords[dim] for device in group})
+            stride = max([stride, *(b - a for a, b in itertools.pairwise(values))])
+        strides.append(stride)
+    return strides
+
+
+def _latency_s(group: tuple[int, ...], topology: Topology) -> float:
+    """The least latency between two devices of a group that are far apart: the farthest, in a box."""
+    if len(group) == 1:
+        return 0.0
+    places = [topology.places[device] for device in group]
+    if len({place.domain for place in places}) > 1:
+        return topology.hardware.dcn_latency_s
+    hop_s = topology.hardware.hop_latency_s
+    chips = sorted({place.coords for place in places})
+    if not topology.shape or len(chips) == 1:
+        return hop_s
+    along = [set(values) for values in zip(*chips, strict=True)]
+    if math.prod(map(len, along)) == len(chips):
+        return hop_s * sum(
+            max(_apart(dim, one, other, topology) for one in values for other in values)
+            for dim, values in enumerate(along)
+        )
+
+    def links(one: Coords, other: Coords) -> int:
+        return sum(_apart(dim, a, b, topology) for dim, (a, b) in enumerate(zip(one, other, strict=True)))
+
+    far = max(chips, key=lambda coords: links(chips[0], coords))
+    return hop_s * max(links(far, coords) for coords in chips)
+
+
+def _apart(dim: int, one: int, other: int, topology: Topology) -> int:
+    along = abs(one - other)
+    return min(along, topology.shape[dim] - along) if topology.wraparound[dim] else along
+
+
+def _book_share(groups: tuple[tuple[int, ...], ...], topology: Topology) -> float:
+    """What a chip lacks of V if every group has whole dimensions, all with wraparound; else 1."""
+    share = 1.0
+    for group in groups:
+        chips = Counter(topology.places[device].coords for device in group)
+        lengths = [len(set(values)) for values in zip(*chips, strict=True)]
+        whole = math.prod(lengths) == len(chips) > 1 and all(
+            found == 1 or (found == length and wraps)
+            for found, length, wraps in zip(lengths, topology.shape, topology.wraparound, strict=True)
+        )
+        if not whole:
+            return 1.0
+        share = min(share, 1 - max(chips.values()) / len(group))
+    return share

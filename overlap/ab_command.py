@@ -1,0 +1,146 @@
+"""The command ``python -m overlap ab module:function``: an A/B profile from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from typing import Any
+
+from overlap.ab_profile import TRACED_ROUNDS, ab_profile
+from overlap.decorator import Overlapped
+
+
+class TargetError(ValueError):
+    """What the command line names cannot be profiled; the message tells why, and what would do."""
+
+
+def add_commands(commands: Any) -> None:
+    """Adds ``ab`` to argparse's subcommands."""
+    parser = commands.add_parser(
+        "ab",
+        help="measure a function with the rewrite and without, in turn",
+        description=(
+            "Runs a decorated function and its original in turn, traces both with jax.profiler, and reports "
+            "step times, where the time went, the speed-up with its interval, and whether the results agree. "
+            "Exits with 0 if both ran and their results agree, 1 if not, 2 if there is nothing to run."
+        ),
+        epilog=(
+            "TARGET is importable from the current directory. It is a function without arguments that "
+            "returns (decorated function, arguments) or (decorated function, arguments, keyword arguments); "
+            "or a decorated function with an attribute example_args: the tuple of its arguments, or a "
+            "function without arguments that returns it."
+        ),
+    )
+    parser.add_argument("target", metavar="TARGET", help="module:function, such as train:profile")
+    parser.add_argument("--rounds", type=int, default=10, help="timed calls of each variant (default: 10)")
+    parser.add_argument("--warmup", type=int, default=2, help="untimed calls before that (default: 2)")
+    parser.add_argument(
+        "--traced-rounds",
+        type=int,
+        default=TRACED_ROUNDS,
+        help=f"traced calls of each (default: {TRACED_ROUNDS})",
+    )
+    parser.add_argument(
+        "--trace-dir", metavar="DIR", help="where the trace goes (default: a temporary directory)"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write the page with both timelines there")
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Profiles the target, prints the report, and returns the exit status."""
+    from rich.console import Console
+
+    try:
+        function, args, kwargs = resolve(arguments.target)
+    except TargetError as error:
+        print(f"overlap ab: {error}", file=sys.stderr)
+        return 2
+    try:
+        report = ab_profile(
+            function,
+            *args,
+            rounds=arguments.rounds,
+            warmup=arguments.warmup,
+            traced_rounds=arguments.traced_rounds,
+            trace_dir=arguments.trace_dir,
+            **kwargs,
+        )
+    except (TypeError, ValueError, OSError) as error:
+        print(f"overlap ab: {error}", file=sys.stderr)
+        return 2
+    if report.is_main:
+        # A pipe in an encoding without "×" gets question marks, not a traceback.
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")
+        if sys.stdout.isatty():
+            Console(highlight=False).print(report)
+        else:
+            print(report.text())
+        try:
+            if arguments.json is not None:
+                with open(arguments.json, "w", encoding="utf-8") as file:
+                    file.write(report.to_json() + "\n")
+            if arguments.html is not None:
+                report.to_html(arguments.html)
+        except OSError as error:
+            print(f"overlap ab: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+            return 2
+    return 1 if report.failures or report.agreement.agreed is False else 0
+
+
+def resolve(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The decorated function that a target names, and the arguments to call it with.
+
+    Args:
+      target: ``module:function``; the name may be dotted (``module:Class.method``).
+
+    Raises:
+      TargetError: there is no such thing, or it gives no function and arguments.
+    """
+    module_name, colon, path = target.partition(":")
+    if not colon or not module_name or not path:
+        raise TargetError(f"name what to profile as module:function, not {target!r}")
+    # As ``python -m`` has it; an installed entry point has not.
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name + ".").startswith(error.name + "."):
+            raise TargetError(f"there is no module {error.name!r} on Python's path or in {here}") from error
+        raise TargetError(f"{module_name} imports {error.name!r}, which is not installed") from error
+    for name in path.split("."):
+        if not hasattr(found, name):
+            raise TargetError(f"{target}: there is no {name!r} in {module_name}")
+        found = getattr(found, name)
+    function = getattr(found, "__func__", found)
+    if isinstance(function, Overlapped):
+        example = getattr(found, "example_args", None)
+        if example is None:
+            raise TargetError(
+                f"{target} has no arguments to run with: set its attribute example_args to a tuple, or to a "
+                "function that returns one; or name a function that returns (decorated function, arguments)"
+            )
+        return found, _tuple(example() if callable(example) else example, f"{target}.example_args"), {}
+    if not callable(found):
+        raise TargetError(f"{target} is no function but {type(found).__name__}")
+    given = found()
+    if not isinstance(given, tuple) or len(given) not in (2, 3):
+        raise TargetError(
+            f"{target} must return (decorated function, arguments), not {type(given).__name__}"
+            + (f" of {len(given)}" if isinstance(given, tuple) else "")
+        )
+    kwargs = given[2] if len(given) == 3 else {}
+    if not isinstance(kwargs, dict):
+        raise TargetError(f"the keyword arguments of {target} must be a dict, not {type(kwargs).__name__}")
+    return given[0], _tuple(given[1], f"the arguments of {target}"), kwargs
+
+
+def _tuple(args: Any, what: str) -> tuple[Any, ...]:
+    if not isinstance(args, tuple | list):
+        raise TargetError(f"{what} must be a tuple, not {type(args).__name__}")
+    return tuple(args)

@@ -1,0 +1,224 @@
+"""``overlap.inspect``: what the compiler made of a function, with the rewrite and without."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import jax
+
+from overlap.decorator import Overlapped
+from overlap.exposure import by_exposed_time, hint
+from overlap.hlo.timeline import Timeline
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
+
+SCHEMA: Final = 1
+"""Version of the JSON form of an ``Inspection``."""
+
+NOT_A_TERMINAL: Final = 80
+"""Columns of the table where there is no terminal to ask."""
+
+WIDEST: Final = 120
+"""Columns beyond which the text of a wide terminal is no longer pleasant to read."""
+
+FRAME_PX: Final = 720
+"""Height of the page in a notebook."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """The modelled timelines of one program, or of two versions of it; ``overlap.inspect`` makes it.
+
+    ``print(inspection)`` shows the collectives by exposed time, ``rich.print`` does so in colour, and a
+    notebook shows the page of ``to_html``. All times are modelled.
+
+    Attributes:
+      name: of the program.
+      programs: (label, timeline) of each version, such as "original" and "overlapped"; the label of a lone
+        one may be empty.
+    """
+
+    name: str
+    programs: tuple[tuple[str, Timeline], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "programs", tuple(self.programs))
+        if not self.programs:
+            raise ValueError("an inspection needs a program")
+
+    @property
+    def titled(self) -> tuple[tuple[str, Timeline], ...]:
+        """Title and timeline of each program; the title is its label with the module's name."""
+        return tuple((f"{label} ({t.module})" if label else t.module, t) for label, t in self.programs)
+
+    @property
+    def collectives(self) -> int:
+        """How many collective instructions the programs have together."""
+        return sum(len(timeline.collectives) for _, timeline in self.programs)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, width: int | None = None) -> str:
+        """The table as plain text.
+
+        Args:
+          width: columns that no line exceeds; None for the terminal's, or 80 where there is none.
+        """
+        from overlap import timeline_table
+
+        if width is None:
+            columns = shutil.get_terminal_size((NOT_A_TERMINAL, 24)).columns
+            width = min(columns, WIDEST) if sys.stdout.isatty() else NOT_A_TERMINAL
+        return timeline_table.text(self, width)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from overlap import timeline_table
+
+        yield from timeline_table.renderables(self)
+
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Writes one page that needs no network: timelines, totals, collectives, assumptions.
+
+        Args:
+          path: of the file, which is replaced if it exists.
+
+        Returns:
+          The path.
+        """
+        from overlap.timeline_page import page
+
+        return _write(path, page([self]))
+
+    def trace(self, path: str | os.PathLike[str]) -> Path:
+        """Writes Trace Event JSON, which https://ui.perfetto.dev opens.
+
+        Args:
+          path: of the file, which is replaced if it exists.
+
+        Returns:
+          The path.
+        """
+        from overlap import trace_events
+
+        return _write(path, trace_events.to_json([self]))
+
+    def to_json(self) -> str:
+        """The figures as JSON; docs/inspect.md lists the fields. Times are seconds."""
+        return to_json([self])
+
+    def _repr_html_(self) -> str:
+        """The page, in a frame of its own that can reach neither the notebook nor the network."""
+        from overlap.timeline_page import page
+
+        content = html.escape(page([self]))
+        style = f"width:100%;height:{FRAME_PX}px;border:0"
+        return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{content}"></iframe>'
+
+
+def inspect(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Inspection:
+    """Compiles a function, and its original if it is decorated, and models when each instruction runs.
+
+    Nothing is run. The function is compiled for the devices of its arguments (those of a mesh that is there
+    to compile for only will do) or of the meshes that it uses, else for the default ones.
+
+    Args:
+      fun: what ``overlap_collectives`` returned, for both versions of it; or any other function, jitted or
+        not, for that one alone.
+      *args, **kwargs: as for a call; ``jax.ShapeDtypeStruct``, with shardings where they matter, will do.
+
+    Returns:
+      The timelines: of "original" and "overlapped", or of the one version.
+
+    Raises:
+      TypeError: ``fun`` is no function.
+      Exception: whatever tracing or compiling raises.
+    """
+    if not callable(fun):
+        raise TypeError(f"overlap.inspect takes a function, not {type(fun).__name__}")
+    if isinstance(method := getattr(fun, "__func__", None), Overlapped):
+        return inspect(method, fun.__self__, *args, **kwargs)  # type: ignore[attr-defined]
+    if isinstance(fun, Overlapped):
+        versions = [("original", fun.original), ("overlapped", fun)]
+    else:
+        versions = [("", fun if isinstance(fun, jax.stages.Wrapped) else jax.jit(fun))]
+    compiled = {label: version.trace(*args, **kwargs).lower().compile() for label, version in versions}
+    return inspect_compiled(str(getattr(fun, "__name__", type(fun).__name__)), compiled)
+
+
+def inspect_compiled(name: str, programs: Mapping[str, Any]) -> Inspection:
+    """As ``inspect``, for programs that are compiled already.
+
+    Args:
+      name: of the program.
+      programs: label → what ``lower(…).compile()`` returned, for each version.
+    """
+    return Inspection(name, tuple((label, _timeline(compiled)) for label, compiled in programs.items()))
+
+
+def _timeline(compiled: Any) -> Timeline:
+    """The timeline of a compiled program on the devices that it is compiled for."""
+    from overlap.hlo.parse import parse
+    from overlap.hlo.simulate import simulate
+
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return simulate(parse(compiled.as_text()), topology=devices_of(shardings) or None)
+
+
+def devices_of(shardings: Sequence[Any]) -> list[Any]:
+    """The devices that run a program, in the order of its partitions, from the shardings of its values.
+
+    Only a mesh tells the order; without one, devices come by id.
+    """
+    known = [sharding for sharding in shardings if isinstance(sharding, jax.sharding.Sharding)]
+    for sharding in known:
+        mesh = getattr(sharding, "mesh", None)
+        if isinstance(mesh, jax.sharding.Mesh) and mesh.size > 1:
+            return list(mesh.devices.flat)
+    devices: list[Any] = max((list(sharding.device_set) for sharding in known), key=len, default=[])
+    return sorted(devices, key=lambda device: device.id)
+
+
+def to_json(inspections: Sequence[Inspection]) -> str:
+    """The figures of some inspections as one JSON object; docs/inspect.md lists the fields."""
+    from overlap import __version__
+
+    return json.dumps(
+        {
+            "schema": SCHEMA,
+            "versions": {"overlap": __version__, "jax": jax.__version__},
+            "times": "modelled, in seconds",
+            "inspections": [_inspection_to_dict(inspection) for inspection in inspections],
+        },
+        indent=2,
+    )
+
+
+def _inspection_to_dict(inspection: Inspection) -> dict[str, Any]:
+    programs = [{"label": label, **_timeline_to_dict(t)} for label, t in inspection.programs]
+    return {"name": inspection.name, "programs": programs}
+
+
+def _timeline_to_dict(timeline: Timeline) -> dict[str, Any]:
+    names = [
+        field.name for field in dataclasses.fields(timeline) if field.name not in ("collectives", "events")
+    ]
+    return {
+        **{name: getattr(timeline, name) for name in names},
+        "collectives": [{**dataclasses.asdict(c), "hint": hint(c)} for c in by_exposed_time(timeline)],
+    }
+
+
+def _write(path: str | os.PathLike[str], text: str) -> Path:
+    written = Path(path)
+    written.write_text(text, encoding="utf-8")
+    return written

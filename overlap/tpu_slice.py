@@ -1,0 +1,87 @@
+"""The devices of a TPU slice that is known by its shape, in the order in which jax lays a mesh on it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import cost_model
+from cost_model import Hardware
+
+
+@dataclass(frozen=True, slots=True)
+class SliceDevice:
+    """What jax and the cost model ask of a device that is not there.
+
+    Attributes: as ``jax.Device``'s.
+    """
+
+    id: int
+    device_kind: str
+    coords: tuple[int, int, int]
+    core_on_chip: int
+    platform: str = "tpu"
+    process_index: int = 0
+    slice_index: int = 0
+
+
+def read_shape(text: str) -> tuple[str | None, tuple[int, ...]]:
+    """Hardware's name, if any, and the chips along each dimension, of ``v5p:2x2x4`` or ``2x2x4``.
+
+    Raises:
+      ValueError: it is neither, or the hardware is unknown.
+    """
+    found = re.fullmatch(r"(?:(\w+):)?([1-9]\d{0,4}(?:x[1-9]\d{0,4}){0,2})", text.strip())
+    if found is None:
+        raise ValueError(f"topology {text!r} is no shape of a slice, such as 4x4x4 or v5p:2x2x4")
+    shape = tuple(map(int, found[2].split("x")))
+    if found[1] is None:
+        return None, shape
+    name = f"tpu_{found[1].removeprefix('tpu')}"
+    known = name if name in cost_model.names() else found[1]
+    return cost_model.by_name(known).name, shape
+
+
+def devices(
+    hardware: Hardware, shape: Sequence[int], count: int, mesh_shape: Sequence[int]
+) -> list[SliceDevice]:
+    """The devices that run a program, by its partitions: those of a slice, as jax lays the mesh on them.
+
+    Where jax lays none, as on TPU v4 with a device per core, they come as it lists them.
+
+    Args:
+      hardware: of the chips.
+      shape: chips along each dimension.
+      count: devices that run the program: all cores of all chips.
+      mesh_shape: sizes of the mesh's axes.
+
+    Raises:
+      ValueError: the hardware has no slices, or the slice does not have that many devices.
+    """
+    from jax.experimental import mesh_utils
+
+    chips = math.prod(shape)
+    slice_name = f"a slice of {'×'.join(map(str, shape))} {hardware.name} chips"
+    if hardware.network != "torus" or not hardware.device_kinds:
+        raise ValueError(f"{hardware.name} is no TPU, so that it has no slices: leave --topology out")
+    if count % chips or count // chips > 2:
+        raise ValueError(f"{slice_name} is not where a program of {count} devices runs")
+    cores = count // chips
+    padded = (*shape, 1, 1)[:3]
+    places = itertools.product(*map(range, reversed(padded)), range(cores))
+    listed = [
+        SliceDevice(number, hardware.device_kinds[0], (x, y, z), core)
+        for number, (z, y, x, core) in enumerate(places)
+    ]
+    try:
+        laid = mesh_utils.create_device_mesh(tuple(mesh_shape), listed)
+    except (NotImplementedError, ValueError, AssertionError) as error:
+        if cores > 1 and isinstance(error, AssertionError):
+            # jax lays no mesh on some chips of which each core is a device: they are taken as listed.
+            return listed
+        said = f"a mesh of {'×'.join(map(str, mesh_shape))} cannot be laid on {slice_name}"
+        raise ValueError(f"{said}: {error}") from error
+    return list(laid.flat)

@@ -1,0 +1,124 @@
+"""Which schedules are worth pricing for a chain: a few by rule, or all that may be best on some chip."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Final, Literal
+
+from cost_model import Axis
+from passes import shims
+from passes.chains import AllGatherDot, Chain, DotPsum
+from passes.graph import Dataflow
+from passes.rules import Rule, rule
+from passes.schedule import RingSchedule, across, divisions
+
+MOST_PIECES: Final = 4
+"""More hops in flight at once than the TPU compiler can schedule: it gives up."""
+
+LONGEST_UNROLLED: Final = 24
+"""Devices on the longest axis whose ring is unrolled: compile time grows faster than the ring."""
+
+UNROLL: Final = 4
+"""Steps per iteration of a rolled ring."""
+
+COLUMNS: Final = (1, 2, 4, 8)
+LEAST_COLUMN: Final = 256
+"""Elements below which a column makes a matmul too narrow for the matrix unit."""
+
+EXCHANGE: Final = RingSchedule(directions=1, route="exchange")
+
+
+def candidates(
+    flow: Dataflow, chain: Chain, axis: Axis | None = None, *, thorough: bool = False
+) -> tuple[RingSchedule, ...]:
+    """The schedules that apply to a chain, the simplest first.
+
+    Args:
+      flow: the dataflow graph.
+      chain: the chain.
+      axis: the collective's axis; None if the hardware is unknown.
+      thorough: all schedules, for a search that compiles them; else those of the chip's rule.
+    """
+    if chain.collective.kind == "all_to_all":
+        return (EXCHANGE,)
+    unit = divisions(flow, chain)
+    unroll = UNROLL if chain.collective.axis_size > LONGEST_UNROLLED else 0
+    if axis is None:
+        found = [RingSchedule(directions=directions, unroll=unroll) for directions in _directions(unit)]
+        return tuple(found)
+    known = rule(axis.hardware, chain)
+    wire = _wire(flow, chain, axis)
+    found = []
+    for directions, rings in itertools.product(_directions(2), range(1, max(1, len(axis.orders)) + 1)):
+        base = RingSchedule(directions=directions, unroll=unroll, wire=wire, orders=_orders(axis, rings))
+        found.extend(_all(flow, chain, base) if thorough else _by_rule(flow, chain, base, known))
+    fitting = [s for s in dict.fromkeys(found) if _fits(flow, chain, s, unit)]
+    return tuple(fitting) or (RingSchedule(directions=1, unroll=unroll, wire=wire),)
+
+
+def _wire(flow: Dataflow, chain: Chain, axis: Axis) -> Literal["float32", "operand"]:
+    """How sums travel: as the collective itself would send them.
+
+    On TPU and GPU a reduce_scatter of narrow floats rounds each sum that it sends on. XLA:CPU widens it to
+    float32, so a ring that did not would be the less exact of the two.
+    """
+    (value,) = flow.ops[chain.collective.op].outputs
+    kind = shims.device_kind(flow.avals[value])
+    return "float32" if "cpu" in (kind, axis.hardware.name) else "operand"
+
+
+def _directions(unit: int) -> tuple[Literal[1, 2], ...]:
+    return (1, 2) if unit > 1 else (1,)
+
+
+def _orders(axis: Axis, rings: int) -> tuple[tuple[int, ...], ...]:
+    orders = axis.orders[:rings]
+    if rings == 1 and all(order.is_identity for order in orders):
+        return ()
+    return tuple(order.order for order in orders)
+
+
+def _fits(flow: Dataflow, chain: Chain, schedule: RingSchedule, unit: int) -> bool:
+    """Whether the blocks can be cut into so many pieces."""
+    if schedule.pieces > MOST_PIECES:
+        return False
+    if not schedule.across:
+        return schedule.pieces <= unit
+    scatter = chain.scatter if isinstance(chain, DotPsum) else chain
+    cut = across(flow, scatter)
+    if cut is None or (isinstance(chain, DotPsum) and chain.gather and schedule.pieces > unit):
+        return False
+    result = flow.avals[flow.ops[scatter.dots[0].op].outputs[0]]
+    return schedule.pieces <= result.shape[cut.result_dim]
+
+
+def _columns(flow: Dataflow, chain: Chain) -> tuple[int, ...]:
+    cut = across(flow, chain) if isinstance(chain, AllGatherDot) else None
+    if cut is None:
+        return (1,)
+    assert isinstance(chain, AllGatherDot)
+    size = flow.avals[chain.wire].shape[cut.dim]
+    return tuple(columns for columns in COLUMNS if columns == 1 or size // columns >= LEAST_COLUMN)
+
+
+def _by_rule(flow: Dataflow, chain: Chain, base: RingSchedule, known: Rule) -> Iterator[RingSchedule]:
+    if isinstance(chain, AllGatherDot):
+        for columns in _columns(flow, chain):
+            yield dataclasses.replace(base, columns=columns, joined=known.joined)
+    else:
+        yield dataclasses.replace(base, chains=known.chains, across=known.across)
+        if known.across:
+            yield dataclasses.replace(base, chains=known.chains)
+        if known.chains > 1:
+            yield base
+
+
+def _all(flow: Dataflow, chain: Chain, base: RingSchedule) -> Iterator[RingSchedule]:
+    if isinstance(chain, AllGatherDot):
+        for columns, joined in itertools.product(_columns(flow, chain), (False, True)):
+            yield dataclasses.replace(base, columns=columns, joined=joined)
+    else:
+        for chains, cut in itertools.product((1, 2), (False, True)):
+            yield dataclasses.replace(base, chains=chains, across=cut)

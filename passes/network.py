@@ -1,0 +1,60 @@
+"""The network under a jaxpr: the mesh that it runs on, and the axis of each collective for the cost model."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from cost_model import Axis, Hardware, Topology
+from passes.collective import Collective
+
+
+class Network:
+    """The devices of a mesh.
+
+    Args:
+      hardware: what the devices are; None if unknown.
+      mesh: a concrete mesh, or None where the program knows only the mesh's shape.
+    """
+
+    def __init__(self, hardware: Hardware | None, mesh: Any = None) -> None:
+        self.hardware = hardware
+        self.mesh = mesh
+        self._axes: dict[Any, Axis] = {}
+
+    def axis(self, collective: Collective) -> Axis | None:
+        """The axis of a collective; None if the hardware is unknown."""
+        if self.hardware is None:
+            return None
+        key = (collective.axes, collective.groups)
+        if key not in self._axes:
+            topology = self._topology
+            self._axes[key] = (
+                Axis(self.hardware, collective.axis_size)
+                if topology is None
+                else Axis.of(topology, self.groups(collective))
+            )
+        return self._axes[key]
+
+    def groups(self, collective: Collective) -> tuple[tuple[int, ...], ...]:
+        """The devices that take part together, by their position in the flattened mesh."""
+        names = list(self.mesh.axis_names)
+        taken = [names.index(axis) for axis in collective.axes]
+        others = [number for number in range(len(names)) if number not in taken]
+        shape = tuple(self.mesh.shape[name] for name in names)
+        lines = np.arange(np.prod(shape, dtype=int)).reshape(shape).transpose(others + taken)
+        lines = lines.reshape(-1, np.prod([shape[number] for number in taken], dtype=int))
+        within = collective.groups or (tuple(range(lines.shape[1])),)
+        return tuple(tuple(int(line[i]) for i in group) for line in lines for group in within)
+
+    @cached_property
+    def _topology(self) -> Topology | None:
+        """Where the devices are, if they say so. The same in every process: a mesh lists all devices."""
+        devices = getattr(self.mesh, "devices", None)
+        if self.hardware is None or self.hardware.network != "torus" or devices is None:
+            return None
+        if any(getattr(device, "coords", None) is None for device in devices.flat):
+            return None
+        return Topology.from_devices(devices, self.hardware)

@@ -1,0 +1,65 @@
+"""Which form of ring suits which chip, from what its compiler was seen to make of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final, Literal
+
+from cost_model import Hardware
+from passes import shims
+from passes.chains import AllGatherDot, Chain
+
+Pattern = Literal["gather", "scatter"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """The form of a chip's rings for one pattern; directions, rings and columns are left to the cost model.
+
+    Attributes:
+      evidence: the run of a benchmark that supports it.
+      chains: see ``RingSchedule``.
+      across: see ``RingSchedule``; taken where the chain allows it.
+      joined: see ``RingSchedule``.
+    """
+
+    evidence: str
+    chains: int = 1
+    across: bool = False
+    joined: bool = False
+
+
+_RUN: Final = "bench/results/tpu_schedules.md"
+
+EXPLICIT: Final[dict[tuple[str, Pattern], Rule]] = {
+    ("tpu_v4", "gather"): Rule(_RUN),
+    ("tpu_v4", "scatter"): Rule(_RUN, chains=2),
+    ("tpu_v5e", "gather"): Rule(_RUN),
+    ("tpu_v5e", "scatter"): Rule(_RUN, chains=2, across=True),
+    ("tpu_v5p", "gather"): Rule(_RUN),
+    ("tpu_v5p", "scatter"): Rule(_RUN, chains=2),
+    ("tpu_v6e", "gather"): Rule(_RUN),
+    ("tpu_v6e", "scatter"): Rule(_RUN, chains=2, across=True),
+    ("tpu_7x", "gather"): Rule(_RUN),
+    ("tpu_7x", "scatter"): Rule(_RUN, chains=2),
+}
+"""Where hops are started explicitly (jax 0.12 or newer)."""
+
+IMPLIED: Final[dict[tuple[str, Pattern], Rule]] = {
+    **EXPLICIT,
+    ("tpu_v4", "gather"): Rule(_RUN, joined=True),
+    ("tpu_v5p", "gather"): Rule(_RUN, joined=True),
+}
+"""Where the compiler places the starts: it places some too late to hide a hop behind more than one matmul."""
+
+DEFAULT: Final[dict[Pattern, Rule]] = {
+    "gather": Rule("bench/results/gpu_schedules.md"),
+    "scatter": Rule("bench/results/gpu_schedules.md"),
+}
+
+
+def rule(hardware: Hardware, chain: Chain) -> Rule:
+    """The rule for a chain on a chip."""
+    pattern: Pattern = "gather" if isinstance(chain, AllGatherDot) else "scatter"
+    table = EXPLICIT if shims.EXPLICIT_STARTS else IMPLIED
+    return table.get((hardware.name, pattern), DEFAULT[pattern])

@@ -1,0 +1,219 @@
+"""``python -m overlap inspect``: tables, JSON, page and trace of compiled programs, and errors for people."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+from rich.cells import cell_len
+
+from overlap import __main__, overlap_collectives
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICES = 4
+SHAPE = (1024, 1024)
+
+
+@cache
+def texts() -> tuple[str, str]:
+    """An all-gather that feeds a dot, as compiled for CPUs: as it is, and as a ring."""
+    mesh = jax.make_mesh((DEVICES,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
+    rows, columns = PartitionSpec("x"), PartitionSpec(None, "x")
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=(rows, columns), out_specs=columns)
+    def gather(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(x, "x", tiled=True) @ w
+
+    ring = overlap_collectives(gather, policy="always", strict=True)
+    arguments = [jax.ShapeDtypeStruct(SHAPE, jnp.float32)] * 2
+    return compiled(gather, *arguments), compiled(ring, *arguments)
+
+
+def compiled(function: Any, *arguments: Any) -> str:
+    """The text of a jitted function as compiled."""
+    return str(function.lower(*arguments).compile().as_text())
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    """The two texts as files."""
+    paths = [tmp_path / "before.hlo", tmp_path / "after.hlo"]
+    for path, text in zip(paths, texts(), strict=True):
+        path.write_text(text)
+    return [str(path) for path in paths]
+
+
+def inspect(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the command prints, when all is well."""
+    status = __main__.main(["inspect", *arguments])
+    out, errors = capsys.readouterr()
+    assert status == 0, errors
+    return out
+
+
+def complaint(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the command says on stderr when it fails."""
+    assert __main__.main(["inspect", *arguments]) == 2
+    out, errors = capsys.readouterr()
+    assert out == ""
+    assert errors.startswith("overlap inspect: ")
+    assert "Traceback" not in errors
+    return errors
+
+
+class TestTables:
+    def test_lists_the_collectives_with_source_lines_totals_and_hints(
+        self, files: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        out = inspect(capsys, files[0])
+        # Each device gets what the others hold of the gathered array.
+        sent = SHAPE[0] * SHAPE[1] * 4 * (DEVICES - 1) // DEVICES
+        assert f"{sent / 2**20:.2f} MiB" in out
+        assert f"{Path(__file__).name}:" in out
+        assert "1: feeds a dot: could be decomposed into a ring" in " ".join(out.split())
+        assert "exposed communication" in out
+        assert "modelled" in out.splitlines()[0]
+
+    def test_compares_two_files_as_before_and_after(
+        self, files: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        out = inspect(capsys, *files)
+        assert "before (jit_gather):" in out
+        assert "after (jit_gather):" in out
+        assert "before → after, modelled:" in out
+        rows = [line for line in out.splitlines() if " collective-permute " in line]
+        assert len(rows) == DEVICES - 1, "a ring has a hop less than devices"
+
+    def test_fits_80_columns_without_colours_in_a_pipe(self, files: list[str]) -> None:
+        command = [sys.executable, "-m", "overlap", "inspect", *files]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=100, env=environment)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        assert max(map(cell_len, done.stdout.splitlines())) <= 80
+        assert "\x1b" not in done.stdout
+        assert not [line for line in done.stdout.splitlines() if line != line.rstrip()]
+
+    def test_a_reader_who_stops_early_causes_no_traceback(self, files: list[str]) -> None:
+        command = f'"{sys.executable}" -m overlap inspect {" ".join(files * 40)} | head -1'
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+        done = subprocess.run(
+            command, shell=True, capture_output=True, encoding="utf-8", timeout=100, env=environment
+        )
+        assert done.stderr == ""
+        assert len(done.stdout.splitlines()) == 1
+
+    def test_a_directory_tells_how_many_modules_have_no_collectives(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        quiet = compiled(jax.jit(jnp.sin), 1.0)
+        for name, text in (("f", texts()[0]), ("g", quiet), ("h", quiet)):
+            (tmp_path / f"module_0000.jit_{name}.cpu_after_optimizations.txt").write_text(text)
+        out = inspect(capsys, str(tmp_path))
+        assert "2 more modules have no collectives." in out
+
+    def test_a_program_without_collectives_says_so(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "f.hlo").write_text(compiled(jax.jit(jnp.sin), 1.0))
+        assert "No collectives in this program." in inspect(capsys, str(tmp_path / "f.hlo"))
+
+    def test_lists_the_most_exposed_and_all_if_asked(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        mesh = jax.make_mesh((DEVICES,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
+
+        @jax.jit
+        @jax.shard_map(mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"))
+        def hops(x: jax.Array) -> jax.Array:
+            for _ in range(25):
+                x = jnp.sin(jax.lax.ppermute(x, "x", [(i, (i + 1) % DEVICES) for i in range(DEVICES)]))
+            return x
+
+        path = tmp_path / "hops.hlo"
+        path.write_text(compiled(hops, jnp.ones(8)))
+        out = inspect(capsys, str(path))
+        assert out.count(" collective-permute ") == 20
+        assert "… and 5 more" in out
+        assert inspect(capsys, str(path), "--all").count(" collective-permute ") == 25
+
+
+class TestFiles:
+    def test_json_has_the_documented_fields(
+        self, files: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        told = json.loads(inspect(capsys, "--json", *files))
+        documented = (ROOT / "docs" / "inspect.md").read_text("utf-8")
+        (inspection,) = told["inspections"]
+        before, after = inspection["programs"]
+        for fields in (told, inspection, before, before["collectives"][0]):
+            assert [name for name in fields if f"`{name}`" not in documented] == []
+        assert (before["label"], after["label"]) == ("before", "after")
+        assert before["total_s"] == pytest.approx(
+            before["compute_s"] + before["exposed_s"] + before["copy_wait_s"]
+        )
+        assert sum(c["bytes_on_wire"] for c in before["collectives"]) == 3 * 2**20
+        assert sum(c["executions"] for c in after["collectives"]) == DEVICES - 1
+
+    def test_writes_page_and_trace(
+        self, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+        out = inspect(capsys, *files, "--html", str(page), "--trace", str(trace))
+        assert f"Wrote {page}\nWrote {trace}\n" in out
+        assert page.read_text("utf-8").startswith("<!doctype html>")
+        assert {e["ph"] for e in json.loads(trace.read_text())["traceEvents"]} == {"M", "X"}
+
+    def test_json_is_all_there_is_on_stdout(
+        self, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        json.loads(inspect(capsys, *files, "--json", "--trace", str(tmp_path / "trace.json")))
+
+    def test_what_cannot_be_written(
+        self, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        said = complaint(capsys, files[0], "--html", str(tmp_path / "no" / "page.html"))
+        assert "cannot be written (No such file or directory)" in said
+
+
+class TestOptions:
+    def test_hardware_and_topology_are_told(
+        self, files: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        out = inspect(capsys, files[0], "--topology", "v5p:2x2x1")
+        assert "tpu_v5p" in out.splitlines()[0]
+        assert "as jax.make_mesh lays it" in " ".join(out.split())
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (["--hardware", "tpu_v99"], "unknown hardware 'tpu_v99'"),
+            (["--topology", "4by4"], "'4by4' is no shape of a slice, such as 4x4x4"),
+            (["--topology", "2x2"], "needs --hardware"),
+            (["--topology", "v5p:2x2x1", "--hardware", "tpu_v4"], "is tpu_v5p, and --hardware says tpu_v4"),
+            (["--topology", "v5p:2x2x4"], "is not where a program of 4 devices runs"),
+            (["--topology", "2x2", "--hardware", "h100"], "h100 is no TPU"),
+        ],
+    )
+    def test_options_that_make_no_sense(
+        self, files: list[str], capsys: pytest.CaptureFixture[str], options: list[str], words: str
+    ) -> None:
+        assert words in complaint(capsys, files[0], *options)
+
+    def test_a_path_that_is_not_there(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "/no/dump: there is no such file or directory." in complaint(capsys, "/no/dump")
+
+    def test_a_truncated_file(self, files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        path = Path(files[0])
+        path.write_text(texts()[0][:-200])
+        assert "before.hlo: line " in complaint(capsys, files[0])
