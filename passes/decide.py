@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Literal
+from typing import Final, Literal
 
 import networkx as nx
 
@@ -12,6 +12,8 @@ from cost_model import Estimate
 from passes.candidates import candidates
 from passes.chains import AllGatherDot, Chain, Lone, ShardReduction, reductions
 from passes.collective import Collective
+from passes.emit import Ring
+from passes.excerpt import Excerpt, excerpt
 from passes.gather_match import without_dots
 from passes.graph import Dataflow
 from passes.invariance import Invariance
@@ -22,16 +24,10 @@ from passes.reasons import Code, Reason
 from passes.schedule import RingSchedule
 from passes.site import Site
 
-Policy = Literal["auto", "always", "never"] | Callable[[Site], bool]
-POLICIES = ("auto", "always", "never")
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Ring:
-    """A chain and the schedule it is run with."""
-
-    chain: Chain
-    schedule: RingSchedule
+Policy = Literal["auto", "always", "never", "verify", "autotune"] | Callable[[Site], bool]
+POLICIES = ("auto", "always", "never", "verify", "autotune")
+TRIED: Final = 6
+"""Schedules of a chain, the best by cost model, that a trial compiles."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +49,26 @@ class Decision:
     reason: Reason
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Trial:
+    """What became of a chain and its schedules when they were compiled and timed.
+
+    Attributes:
+      schedule: the fastest; None where none is faster than the chain as written.
+      original_s: the chain as written.
+      ring_s: the fastest schedule.
+      kind: ``modelled`` from compiled schedules, or ``measured``.
+    """
+
+    schedule: RingSchedule | None
+    original_s: float
+    ring_s: float
+    kind: str
+
+
+TryOut = Callable[[Excerpt, tuple[RingSchedule, ...]], Trial | None]
+"""Compiles and times a chain's schedules; None where that cannot be done."""
+
 Unit = Ring | ShardReduction | Lone
 """What is run in place of operations."""
 
@@ -66,6 +82,7 @@ def decide(
     network: Network,
     describe: Describe,
     loop_invariant: Set[int] = frozenset(),
+    try_out: TryOut | None = None,
 ) -> tuple[Decision, ...]:
     """Decides each match, in program order.
 
@@ -81,6 +98,7 @@ def decide(
       loop_invariant: numbers of the collectives whose operand is the same in every iteration of a loop.
         Unless the policy says otherwise they stay, since a compiler can move them out of the loop, and a ring
         it cannot.
+      try_out: for the policies ``verify`` and ``autotune``.
     """
     decided: dict[int, Decision] = {}
     proposals: list[tuple[Decision, tuple[Chain, ...]]] = []
@@ -99,7 +117,11 @@ def decide(
         else:
             if taken.intersection(_dots(proposal)):
                 proposal = _propose(flow, proposal.collective, remaining, policy, network)
-            decision = _judge(proposal, policy, describe, proposal.collective.op in loop_invariant)
+            invariant = proposal.collective.op in loop_invariant
+            if policy in ("verify", "autotune") and not invariant:
+                decision = _tried(flow, proposal, network, try_out)
+            else:
+                decision = _judge(proposal, policy, describe, invariant)
         if decision.rewritten:
             taken.update(_dots(decision))
         decided[decision.collective.op] = decision
@@ -174,11 +196,43 @@ def _taken(flow: Dataflow, proposal: Decision, taken: set[int]) -> Reason:
 
 
 def _judge(proposal: Decision, policy: Policy, describe: Describe, loop_invariant: bool) -> Decision:
-    if loop_invariant and policy == "auto":
+    if loop_invariant and policy in ("auto", "verify", "autotune"):
         return dataclasses.replace(proposal, reason=Reason(Code.LOOP_INVARIANT))
     code, rewritten = _verdict(proposal, policy, describe)
     detail = "Its operand is the same in every iteration of the loop." if loop_invariant else ""
     return dataclasses.replace(proposal, reason=Reason(code, detail), rewritten=rewritten)
+
+
+def _tried(flow: Dataflow, proposal: Decision, network: Network, try_out: TryOut | None) -> Decision:
+    """Decides by what the compiler makes of the chain's best schedules; by cost model where it cannot."""
+    axis = network.axis(proposal.collective)
+    assert proposal.ring is not None
+    chain = proposal.ring.chain
+    program = None if try_out is None or axis is None else excerpt(flow, chain, network)
+    if try_out is None or axis is None or program is None:
+        return _judge(proposal, "auto", lambda decision: _never_asked(decision), False)
+    price = pricer(flow, chain, axis)
+    schedules = sorted(
+        candidates(flow, chain, axis, thorough=True), key=lambda schedule: price(schedule).overlapped_s
+    )
+    trial = try_out(program, tuple(schedules[:TRIED]))
+    if trial is None:
+        return _judge(proposal, "auto", lambda decision: _never_asked(decision), False)
+    detail = f"{trial.kind.capitalize()}: {trial.original_s * 1e6:.0f} µs as written, "
+    detail += f"{trial.ring_s * 1e6:.0f} µs as the best ring tried."
+    if trial.schedule is None:
+        return dataclasses.replace(proposal, reason=Reason(Code.TRIED_SLOWER, detail))
+    return dataclasses.replace(
+        proposal,
+        ring=Ring(chain, trial.schedule),
+        estimate=price(trial.schedule),
+        rewritten=True,
+        reason=Reason(Code.TRIED_FASTER, detail),
+    )
+
+
+def _never_asked(decision: Decision) -> Site:
+    raise AssertionError(f"the cost model alone decides on {decision}")
 
 
 def _verdict(proposal: Decision, policy: Policy, describe: Describe) -> tuple[Code, bool]:

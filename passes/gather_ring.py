@@ -120,7 +120,7 @@ class _Ring:
         results = self._take_in(step, at_hand, results)
         if self.explicit:
             with self.scope():
-                arriving = [future.done() for future in arriving]
+                arriving = [shims.finish_ppermute(future) for future in arriving]
         tied = tie(*arriving, *results.values())
         return list(tied[: len(arriving)]), dict(zip(results, tied[len(arriving) :], strict=True))
 

@@ -17,11 +17,21 @@ class Network:
     Args:
       hardware: what the devices are; None if unknown.
       mesh: a concrete mesh, or None where the program knows only the mesh's shape.
+      manual_axes: the axes of the mesh over which the jaxpr is mapped.
+      check_vma: whether types say over which axes values vary.
     """
 
-    def __init__(self, hardware: Hardware | None, mesh: Any = None) -> None:
+    def __init__(
+        self,
+        hardware: Hardware | None,
+        mesh: Any = None,
+        manual_axes: frozenset[str] = frozenset(),
+        check_vma: bool = True,
+    ) -> None:
         self.hardware = hardware
         self.mesh = mesh
+        self.manual_axes = manual_axes
+        self.check_vma = check_vma
         self._axes: dict[Any, Axis] = {}
 
     def axis(self, collective: Collective) -> Axis | None:

@@ -12,7 +12,7 @@ from jax.extend import core as jex_core
 
 from cost_model import Hardware
 from passes import shims
-from passes.decide import Decision, Policy, Unit, decide, program_order
+from passes.decide import Decision, Policy, TryOut, Unit, decide, program_order
 from passes.graph import Dataflow, Op, dataflow
 from passes.match import match_dataflow
 from passes.network import Network
@@ -81,7 +81,14 @@ class Plan:
         return frozenset(own).union(*inner)
 
 
-def make_plan(jaxpr: Any, policy: Policy, hardware_of: HardwareOf, *, differentiable: bool = False) -> Plan:
+def make_plan(
+    jaxpr: Any,
+    policy: Policy,
+    hardware_of: HardwareOf,
+    *,
+    differentiable: bool = False,
+    try_out: TryOut | None = None,
+) -> Plan:
     """Plans the rewrite of a jaxpr and of all jaxprs inside it.
 
     Args:
@@ -90,8 +97,11 @@ def make_plan(jaxpr: Any, policy: Policy, hardware_of: HardwareOf, *, differenti
       hardware_of: from the ``device_kind`` of the mesh that a collective runs on (None if not known) to
         hardware.
       differentiable: plan only what jax may differentiate: custom derivatives are kept.
+      try_out: compiles and times a chain's schedules, for the policies ``verify`` and ``autotune``.
     """
-    return _Planner(policy, hardware_of, differentiable).plan(jaxpr, "", None, replaceable=True, mesh=None)
+    return _Planner(policy, hardware_of, differentiable, try_out).plan(
+        jaxpr, "", None, replaceable=True, mapped=None
+    )
 
 
 def sites(plan: Plan) -> tuple[Site, ...]:
@@ -144,18 +154,36 @@ def _dot(flow: Dataflow, op: Op) -> str:
     return f"{lhs} · {rhs} at {op.source}"
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Mapped:
+    """A shard_map on a concrete mesh: the mesh, the axes it maps over, whether types track varying axes."""
+
+    mesh: Any
+    axes: frozenset[str]
+    check_vma: bool
+
+
 class _Planner:
     """Plans each jaxpr once, however often it is called."""
 
-    def __init__(self, policy: Policy, hardware_of: HardwareOf, differentiable: bool) -> None:
+    def __init__(
+        self, policy: Policy, hardware_of: HardwareOf, differentiable: bool, try_out: TryOut | None
+    ) -> None:
+        self.try_out = try_out
         self.differentiable = differentiable
         self.policy = policy
         self.hardware_of = hardware_of
-        self.plans: dict[tuple[int, frozenset[int] | None, bool, Any], Plan] = {}
-        self.networks: dict[tuple[str | None, Any], Network] = {}
+        self.plans: dict[tuple[int, frozenset[int] | None, bool, _Mapped | None], Plan] = {}
+        self.networks: dict[tuple[str | None, _Mapped | None], Network] = {}
 
     def plan(
-        self, jaxpr: Any, path: str, steady: frozenset[int] | None, *, replaceable: bool, mesh: Any
+        self,
+        jaxpr: Any,
+        path: str,
+        steady: frozenset[int] | None,
+        *,
+        replaceable: bool,
+        mapped: _Mapped | None,
     ) -> Plan:
         """The plan of one jaxpr.
 
@@ -165,30 +193,30 @@ class _Planner:
           steady: positions of the arguments that are the same in every iteration of the loop around it; None
             if it is in no loop.
           replaceable: whether it can be replaced in the program.
-          mesh: the concrete mesh of the shard_map around it; None if there is none.
+          mapped: the shard_map around it; None if there is none on a concrete mesh.
         """
-        key = (id(shims.open_jaxpr(jaxpr)[0]), steady, replaceable, mesh)
+        key = (id(shims.open_jaxpr(jaxpr)[0]), steady, replaceable, mapped)
         if key not in self.plans:
-            self.plans[key] = self._plan(jaxpr, path, steady, replaceable, mesh)
+            self.plans[key] = self._plan(jaxpr, path, steady, replaceable, mapped)
         return self.plans[key]
 
     def _plan(
-        self, jaxpr: Any, path: str, steady: frozenset[int] | None, replaceable: bool, mesh: Any
+        self, jaxpr: Any, path: str, steady: frozenset[int] | None, replaceable: bool, mapped: _Mapped | None
     ) -> Plan:
         flow = dataflow(jaxpr, differentiable=self.differentiable)
         bodies: dict[int, dict[str, tuple[Plan, ...]]] = {}
         opaque: dict[int, tuple[Plan, ...]] = {}
         same = _steady_values(flow, steady)
         for index, op in enumerate(flow.ops):
-            inner = self._bodies(op, path, same, mesh, replaceable=replaceable)
+            inner = self._bodies(op, path, same, mapped, replaceable=replaceable)
             if not inner:
                 continue
             if replaceable and op.name in BODIES and all(map(_retraceable, _jaxprs(op))):
                 bodies[index] = inner
             else:
-                inner = self._bodies(op, path, same, mesh, replaceable=False)
+                inner = self._bodies(op, path, same, mapped, replaceable=False)
                 opaque[index] = tuple(p for plans in inner.values() for p in plans)
-        decisions = self._decide(flow, path, same, replaceable, mesh)
+        decisions = self._decide(flow, path, same, replaceable, mapped)
         order: tuple[int | Unit, ...] = ()
         if any(decision.rewritten for decision in decisions):
             decisions, order = program_order(flow, decisions)
@@ -197,11 +225,13 @@ class _Planner:
         return Plan(flow, path, decisions, order, bodies, opaque)
 
     def _bodies(
-        self, op: Op, path: str, same: Set[int] | None, mesh: Any, *, replaceable: bool
+        self, op: Op, path: str, same: Set[int] | None, mapped: _Mapped | None, *, replaceable: bool
     ) -> dict[str, tuple[Plan, ...]]:
         name = f"{path}/{op.name}".lstrip("/")
         if op.name == "shard_map" and hasattr(op.params["mesh"], "devices"):
-            mesh = op.params["mesh"]
+            mapped = _Mapped(
+                op.params["mesh"], frozenset(op.params["newly_manual_axes"]), op.params["check_vma"]
+            )
         held = BODIES.get(op.name) if replaceable else None
         if held is None:
             held = tuple(op.params) if any(_jaxprs(op)) else ()
@@ -212,7 +242,7 @@ class _Planner:
                     name,
                     _steady_arguments(op, param, j, same),
                     replaceable=replaceable and op.name in BODIES,
-                    mesh=mesh,
+                    mapped=mapped,
                 )
                 for j in _as_jaxprs(op.params[param])
             )
@@ -221,7 +251,7 @@ class _Planner:
         }
 
     def _decide(
-        self, flow: Dataflow, path: str, same: Set[int] | None, replaceable: bool, mesh: Any
+        self, flow: Dataflow, path: str, same: Set[int] | None, replaceable: bool, mapped: _Mapped | None
     ) -> tuple[Decision, ...]:
         matches = match_dataflow(flow)
         if not matches:
@@ -230,19 +260,26 @@ class _Planner:
             inside = Reason(Code.OPAQUE_CALL, f"It is in {path}.")
             return tuple(Decision(m.collective, None, None, False, inside) for m in matches)
         result = flow.avals[flow.ops[matches[0].collective.op].outputs[0]]
-        network = self._network(shims.device_kind(result), mesh)
+        network = self._network(shims.device_kind(result), mapped)
         outline = Plan(flow, path, (), (), {}, {})
         repeated = {
             match.collective.op
             for match in matches
             if same is not None and all(o in same for o in flow.ops[match.collective.op].inputs)
         }
-        return decide(flow, matches, self.policy, network, lambda d: describe(outline, d), repeated)
+        return decide(
+            flow, matches, self.policy, network, lambda d: describe(outline, d), repeated, self.try_out
+        )
 
-    def _network(self, device_kind: str | None, mesh: Any) -> Network:
-        key = (device_kind, mesh)
+    def _network(self, device_kind: str | None, mapped: _Mapped | None) -> Network:
+        key = (device_kind, mapped)
         if key not in self.networks:
-            self.networks[key] = Network(self.hardware_of(device_kind), mesh)
+            hardware = self.hardware_of(device_kind)
+            self.networks[key] = (
+                Network(hardware)
+                if mapped is None
+                else Network(hardware, mapped.mesh, mapped.axes, mapped.check_vma)
+            )
         return self.networks[key]
 
 

@@ -13,6 +13,8 @@ class Code(StrEnum):
     POLICY_ALWAYS = "policy_always"
     POLICY_ACCEPTED = "policy_accepted"
     NOT_PROFITABLE = "not_profitable"
+    TRIED_FASTER = "tried_faster"
+    TRIED_SLOWER = "tried_slower"
     POLICY_NEVER = "policy_never"
     POLICY_DECLINED = "policy_declined"
     UNKNOWN_HARDWARE = "unknown_hardware"
@@ -38,6 +40,8 @@ _SENTENCES = {
     Code.POLICY_ALWAYS: 'The policy is "always" and the rewrite is legal.',
     Code.POLICY_ACCEPTED: "The given policy accepted the rewrite.",
     Code.NOT_PROFITABLE: "The ring is predicted to be no faster than the collective and its dots.",
+    Code.TRIED_FASTER: "A ring was compiled for this target and found faster.",
+    Code.TRIED_SLOWER: "The best rings were compiled for this target, and none was found faster.",
     Code.POLICY_NEVER: 'The policy is "never".',
     Code.POLICY_DECLINED: "The given policy declined the rewrite.",
     Code.UNKNOWN_HARDWARE: "The cost model does not know this hardware; name one with hardware=.",

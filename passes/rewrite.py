@@ -10,15 +10,14 @@ from jax import lax
 
 from passes import shims
 from passes.block_eval import Read
-from passes.chains import AllGatherDot, DotPsum, Lone, ShardReduction
+from passes.chains import Lone, ShardReduction
 from passes.collective import Collective
-from passes.decide import Ring, Unit
-from passes.gather_ring import emit_gather_ring, emit_shard_reduction, own_block
+from passes.decide import Unit
+from passes.emit import emit_ring
+from passes.gather_ring import emit_shard_reduction, own_block
 from passes.graph import Dataflow, Literal, Op, Operand
-from passes.hops import PlacesOf, Rings
+from passes.hops import PlacesOf
 from passes.plan import BODIES, Plan
-from passes.psum_ring import emit_psum_rings
-from passes.scatter_ring import emit_scatter_exchange, emit_scatter_ring
 
 
 class RewriteError(Exception):
@@ -120,7 +119,7 @@ def _emit(flow: Dataflow, unit: Unit, read: Read, places: PlacesOf) -> dict[int,
         collective, results = unit.collective, emit_shard_reduction(flow, unit, read, places(unit.collective))
     else:
         collective = unit.chain.collective
-        results = _emit_ring(flow, unit, read, places.rings(collective, unit.schedule.orders))
+        results = emit_ring(flow, unit, read, places.rings(collective, unit.schedule.orders))
     for value, result in results.items():
         if jax.typeof(result) != flow.avals[value]:
             where = flow.ops[collective.op].source
@@ -137,15 +136,3 @@ def _emit_nothing(flow: Dataflow, collective: Collective, read: Read) -> dict[in
     elif not collective.tiled:
         operand = lax.squeeze(operand, (collective.dim,))
     return {op.outputs[0]: operand}
-
-
-def _emit_ring(flow: Dataflow, ring: Ring, read: Read, rings: Rings) -> dict[int, Any]:
-    chain = ring.chain
-    op = flow.ops[chain.collective.op]
-    if isinstance(chain, DotPsum):
-        return emit_psum_rings(flow, chain, ring.schedule, read, rings)
-    if isinstance(chain, AllGatherDot):
-        return emit_gather_ring(flow, chain, ring.schedule, read(op.inputs[0]), read, rings)
-    if ring.schedule.route == "exchange":
-        return {op.outputs[0]: emit_scatter_exchange(flow, chain, read, rings[0])}
-    return {op.outputs[0]: emit_scatter_ring(flow, chain, ring.schedule, read, rings)}

@@ -220,7 +220,7 @@ class _Ring:
     def _received(self, sent: Any) -> Any:
         if isinstance(sent, _Arrived):
             return sent.value
-        return sent.done() if self.explicit else sent
+        return shims.finish_ppermute(sent) if self.explicit else sent
 
     def _result(self, sums: list[Any]) -> Any:
         collective = self.chain.collective

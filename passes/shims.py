@@ -159,13 +159,28 @@ def explicit_starts(aval: Any) -> bool:
 
 
 def start_ppermute(value: Any, names: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Any:
-    """Starts a ``ppermute`` and gives a future of its result, to be had with ``.done()``.
+    """Starts a ``ppermute`` and gives a future of its result, for ``finish_ppermute``.
 
     Not exported by jax yet. Unlike a plain ``ppermute``, whose start the compiler places, it can be tied to
     the operand of the matmul that is to run beside it.
     """
     assert _START is not None
-    return _START(value, names, pairs)
+    return _START(_row_major(value), names, pairs)
+
+
+def finish_ppermute(future: Any) -> Any:
+    """What has arrived."""
+    return _row_major(future.done())
+
+
+def _row_major(value: Any) -> Any:
+    """The value in one layout on both ends of a started hop.
+
+    The TPU compiler lays its operand and its result out apart, and then refuses where they differ.
+    """
+    from jax.experimental.layout import Layout, with_layout_constraint
+
+    return with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
 
 
 def on_tpu(aval: Any) -> bool:

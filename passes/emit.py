@@ -1,0 +1,36 @@
+"""Emits the ring of a chain, whatever its pattern."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from passes.block_eval import Read
+from passes.chains import AllGatherDot, Chain, DotPsum
+from passes.gather_ring import emit_gather_ring
+from passes.graph import Dataflow
+from passes.hops import Rings
+from passes.psum_ring import emit_psum_rings
+from passes.scatter_ring import emit_scatter_exchange, emit_scatter_ring
+from passes.schedule import RingSchedule
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ring:
+    """A chain and the schedule it is run with."""
+
+    chain: Chain
+    schedule: RingSchedule
+
+
+def emit_ring(flow: Dataflow, ring: Ring, read: Read, rings: Rings) -> dict[int, Any]:
+    """Runs a chain as a ring and returns the values that the rest of the program needs, by number."""
+    chain = ring.chain
+    op = flow.ops[chain.collective.op]
+    if isinstance(chain, DotPsum):
+        return emit_psum_rings(flow, chain, ring.schedule, read, rings)
+    if isinstance(chain, AllGatherDot):
+        return emit_gather_ring(flow, chain, ring.schedule, read(op.inputs[0]), read, rings)
+    if ring.schedule.route == "exchange":
+        return {op.outputs[0]: emit_scatter_exchange(flow, chain, read, rings[0])}
+    return {op.outputs[0]: emit_scatter_ring(flow, chain, ring.schedule, read, rings)}

@@ -1,0 +1,139 @@
+"""A chain cut out of its program: the smallest program that runs it, as written or as a ring."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from passes import shims
+from passes.chains import AllGatherDot, Chain
+from passes.emit import Ring, emit_ring
+from passes.graph import Dataflow, Literal, Operand
+from passes.hops import PlacesOf
+from passes.network import Network
+from passes.schedule import RingSchedule
+
+Program = Callable[..., tuple[Any, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Excerpt:
+    """A chain as a program of its own.
+
+    Attributes:
+      arguments: types and shardings of the program's arguments, whole arrays on the chain's mesh.
+      original: the chain as written, a jitted function of such arguments.
+      ring: from a schedule to the same as a ring.
+    """
+
+    arguments: tuple[jax.ShapeDtypeStruct, ...]
+    original: Program
+    ring: Callable[[RingSchedule], Program]
+
+
+def excerpt(flow: Dataflow, chain: Chain, network: Network) -> Excerpt | None:
+    """The program of one chain; None where the program does not know its devices.
+
+    Every value that the chain takes from outside is an argument with one more dim in front, of the devices
+    that have different values of it.
+    """
+    mesh = network.mesh
+    if mesh is None:
+        return None
+    members = sorted(chain.members)
+    made = {value for op in members for value in flow.ops[op].outputs}
+    taken = dict.fromkeys(
+        operand
+        for op in members
+        for operand in flow.ops[op].inputs
+        if isinstance(operand, int) and operand not in made
+    )
+    wanted = _wanted(flow, chain, set(members))
+
+    def specs(values: list[int]) -> tuple[PartitionSpec, ...]:
+        return tuple(PartitionSpec(_axes(flow.avals[value], network)) for value in values)
+
+    inputs, outputs = list(taken), list(wanted)
+
+    def program(run: Callable[[dict[int, Any]], dict[int, Any]]) -> Program:
+        def body(*arguments: Any) -> tuple[Any, ...]:
+            env = dict(flow.constants)
+            env.update(
+                (value, lax.squeeze(argument, (0,)))
+                for value, argument in zip(inputs, arguments, strict=True)
+            )
+            results = run(env)
+            return tuple(lax.expand_dims(results[value], (0,)) for value in outputs)
+
+        return jax.jit(
+            jax.shard_map(
+                body,
+                mesh=mesh,
+                in_specs=specs(inputs),
+                out_specs=specs(outputs),
+                axis_names=set(network.manual_axes),
+                check_vma=network.check_vma,
+            )
+        )
+
+    def original(env: dict[int, Any]) -> dict[int, Any]:
+        for number in members:
+            op = flow.ops[number]
+            values = [_read(env, operand) for operand in op.inputs]
+            with shims.equation_scope(op.eqn, op.scope):
+                results = op.eqn.primitive.bind(*values, **op.eqn.primitive.get_bind_params(op.params))
+            env.update(
+                zip(op.outputs, results if op.eqn.primitive.multiple_results else (results,), strict=True)
+            )
+        return env
+
+    def ring(schedule: RingSchedule) -> Program:
+        def run(env: dict[int, Any]) -> dict[int, Any]:
+            rings = PlacesOf().rings(chain.collective, schedule.orders)
+            return emit_ring(flow, Ring(chain, schedule), lambda operand: _read(env, operand), rings)
+
+        return program(run)
+
+    arguments = tuple(
+        jax.ShapeDtypeStruct(
+            (_copies(flow.avals[value], network), *flow.avals[value].shape),
+            flow.avals[value].dtype,
+            sharding=NamedSharding(mesh, spec),
+        )
+        for value, spec in zip(inputs, specs(inputs), strict=True)
+    )
+    return Excerpt(arguments, program(original), ring)
+
+
+def _wanted(flow: Dataflow, chain: Chain, members: set[int]) -> dict[int, None]:
+    """What a ring of the chain makes for the rest of the program."""
+    if isinstance(chain, AllGatherDot):
+        dots = [flow.ops[dot.op].outputs[0] for dot in chain.dots]
+        return dict.fromkeys([*dots, *chain.handed_out])
+    results = [flow.ops[chain.collective.op].outputs[0]]
+    gather = getattr(chain, "gather", None)
+    if gather is not None:
+        results = [flow.ops[dot.op].outputs[0] for dot in gather.dots] + list(gather.handed_out)
+    return dict.fromkeys(results)
+
+
+def _read(env: dict[int, Any], operand: Operand) -> Any:
+    return operand.val if isinstance(operand, Literal) else env[operand]
+
+
+def _axes(aval: Any, network: Network) -> tuple[str, ...]:
+    """The axes over which a value may differ, in the mesh's order."""
+    varying = shims.varying_axes(aval) if network.check_vma else network.manual_axes
+    return tuple(name for name in network.mesh.axis_names if name in varying)
+
+
+def _copies(aval: Any, network: Network) -> int:
+    count = 1
+    for axis in _axes(aval, network):
+        count *= network.mesh.shape[axis]
+    return count
