@@ -84,9 +84,13 @@ class Steps:
                         key = _key(computation, start)
                         yield Step("copy_done" if what == "copy" else "arrive", i, where, key)
             elif i.is_async_update:
-                continue
+                # A start without operands (TPU 7x's sparse cores) only makes ready; its update brings the data.
+                start = names[i.operands[0]]
+                if start.is_async_start and not start.operands and len(i.operands) > 1:
+                    yield self._start(computation, start)
             elif i.is_async_start:
-                yield self._start(computation, i)
+                if i.operands or not self._fed_later(computation, i):
+                    yield self._start(computation, i)
             elif i.opcode == "while":
                 condition, body = bodies(self._module, i) or (None, None)
                 called = tuple(part.name for part in (condition, body) if part is not None)
@@ -101,6 +105,12 @@ class Steps:
                 cost = self._costs.cost(computation, i)
                 if cost.seconds > 0 and not (i.name in free and cost.kind == "copy"):
                     yield Step("compute", i, where, cost=cost)
+
+    def _fed_later(self, computation: Computation, start: Instruction) -> bool:
+        return any(
+            i.is_async_update and i.operands[0] == start.name and len(i.operands) > 1
+            for i in computation.instructions
+        )
 
     def _pair(self, start: Instruction) -> Literal["copy", "move", "call"]:
         """What an asynchronous start begins: a copy, a transfer, or a computation that runs as if called."""

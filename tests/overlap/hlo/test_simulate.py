@@ -547,3 +547,19 @@ def test_without_a_topology_the_groups_show_the_mesh() -> None:
     assert any("2×4" in sentence for sentence in timeline.assumptions)
     given = simulate(module, TPU, Topology.torus((2, 4), TPU))
     assert given.total_s == timeline.total_s
+
+
+def test_a_start_that_is_given_its_data_later_sends_it_then() -> None:
+    body = (
+        '  %s = ((), (), (s32[1]{0})) call-start(), async_execution_thread="sparsecore", to_apply=%inner\n'
+        + work("a", "x", 100)
+        + f"  %u = (({X}), {X}) call-update(%s, %a)\n"
+        + f"  %d = {X} call-done(%u)\n"
+    )
+    inner = (
+        f"%inner (p: {X}) -> {X} {{\n  %p = {X} parameter(0)\n"
+        f"  ROOT %r = {X} collective-permute(%p), channel_id=1, source_target_pairs={RIGHT}\n}}\n\n"
+    )
+    timeline = simulate(parse(text(body, inner)), TPU, RING)
+    assert timeline.total_s == pytest.approx(100e-6 + HOP_S)
+    assert timeline.exposed_s == pytest.approx(HOP_S)
