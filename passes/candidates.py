@@ -82,7 +82,7 @@ def _orders(axis: Axis, rings: int) -> tuple[tuple[int, ...], ...]:
 
 def _fits(flow: Dataflow, chain: Chain, schedule: RingSchedule, unit: int) -> bool:
     """Whether the blocks can be cut into so many pieces."""
-    if schedule.pieces > MOST_PIECES:
+    if schedule.pieces > MOST_PIECES or (schedule.pieces == 1 and (schedule.joined or schedule.across)):
         return False
     if not schedule.across:
         return schedule.pieces <= unit
@@ -106,7 +106,7 @@ def _columns(flow: Dataflow, chain: Chain) -> tuple[int, ...]:
 def _by_rule(flow: Dataflow, chain: Chain, base: RingSchedule, known: Rule) -> Iterator[RingSchedule]:
     if isinstance(chain, AllGatherDot):
         for columns in _columns(flow, chain):
-            yield dataclasses.replace(base, columns=columns, joined=known.joined)
+            yield dataclasses.replace(base, columns=columns, joined=known.joined and base.pieces > 1)
     else:
         yield dataclasses.replace(base, chains=known.chains, across=known.across)
         if known.across:

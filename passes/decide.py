@@ -26,6 +26,9 @@ from passes.site import Site
 
 Policy = Literal["auto", "always", "never", "verify", "autotune"] | Callable[[Site], bool]
 POLICIES = ("auto", "always", "never", "verify", "autotune")
+LEAST_GAIN: Final = 0.05
+"""Part of the original time that a ring must be predicted to gain: predictions are no better than that."""
+
 TRIED: Final = 6
 """Schedules of a chain, the best by cost model, that a trial compiles."""
 
@@ -142,6 +145,12 @@ def _benefit_s(decision: Decision) -> float:
     return decision.estimate.benefit_s if decision.estimate else 0.0
 
 
+def _gain(decision: Decision) -> float:
+    """The predicted benefit, as a part of the original time."""
+    estimate = decision.estimate
+    return estimate.benefit_s / estimate.original_s if estimate and estimate.original_s else 0.0
+
+
 def _dots(decision: Decision) -> list[int]:
     return [dot.op for dot in decision.ring.chain.dots] if decision.ring else []
 
@@ -200,6 +209,8 @@ def _judge(proposal: Decision, policy: Policy, describe: Describe, loop_invarian
         return dataclasses.replace(proposal, reason=Reason(Code.LOOP_INVARIANT))
     code, rewritten = _verdict(proposal, policy, describe)
     detail = "Its operand is the same in every iteration of the loop." if loop_invariant else ""
+    if code is Code.NOT_PROFITABLE and _gain(proposal) > 0:
+        detail = f"It would gain {_gain(proposal):.1%}, less than a prediction may be off."
     return dataclasses.replace(proposal, reason=Reason(code, detail), rewritten=rewritten)
 
 
@@ -245,8 +256,7 @@ def _verdict(proposal: Decision, policy: Policy, describe: Describe) -> tuple[Co
     if callable(policy):
         accepted = policy(describe(proposal))
         return (Code.POLICY_ACCEPTED, True) if accepted else (Code.POLICY_DECLINED, False)
-    assert proposal.estimate is not None
-    if proposal.estimate.benefit_s > 0:
+    if _gain(proposal) >= LEAST_GAIN:
         return Code.PROFITABLE, True
     return Code.NOT_PROFITABLE, False
 

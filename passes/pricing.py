@@ -12,6 +12,7 @@ from passes.block_eval import accumulator_dtype
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
 from passes.dots import matmul
 from passes.graph import Dataflow
+from passes.scatter_ring import cut_once
 from passes.schedule import Across, RingSchedule, across, gather_schedule
 
 Pricer = Callable[[RingSchedule], Estimate]
@@ -27,7 +28,10 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
             after = pricer(flow, chain.gather, axis)
             return lambda schedule: before(schedule) + after(gather_schedule(schedule))
         total = flow.avals[op.outputs[0]]
-        gather = _alone(axis.all_gather_s(total.size * total.dtype.itemsize))
+        total_bytes = total.size * total.dtype.itemsize
+        gather = _alone(
+            axis.all_gather_s(total_bytes), copy_s=2 * total_bytes / axis.hardware.hbm_bytes_per_s
+        )
         return lambda schedule: before(schedule) + gather
     if chain.collective.kind == "all_to_all":
         operand = flow.aval(op.inputs[0])
@@ -92,6 +96,7 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
     whole = _matmuls(flow, chain, Fraction(1))
     cut = across(flow, chain)
     wide_bytes = scattered.size * accumulator_dtype(scattered.dtype).itemsize / axis_size
+    copied_bytes = 2 * _scattered_blocks_bytes(flow, chain) / axis_size
     narrow_bytes = scattered.size * scattered.dtype.itemsize / axis_size
 
     def work(schedule: RingSchedule) -> RingWork:
@@ -110,16 +115,27 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
             directions=schedule.directions,
             rings=schedule.rings,
             chains=schedule.chains,
-            apart_bytes=0 if axis.hardware.fuses_additions else 3 * wide_bytes,
+            apart_bytes=copied_bytes if axis.hardware.fuses_additions else 3 * wide_bytes,
         )
 
     return work
 
 
-def _alone(seconds: float) -> Estimate:
-    """A collective that stays, before and after."""
+def _scattered_blocks_bytes(flow: Dataflow, chain: DotReduceScatter) -> int:
+    """Bytes of operands whose blocks do not lie together in memory: each is copied before its dot."""
+    apart = [flow.avals[operand] for operand, dim in cut_once(flow, chain).items() if dim]
+    return sum(aval.size * aval.dtype.itemsize for aval in apart)
+
+
+def _alone(seconds: float, copy_s: float) -> Estimate:
+    """A collective that stays, before and after; after, its result is copied to where it is needed."""
     return Estimate(
-        dot_s=0.0, collective_s=seconds, partials_s=0.0, hops_s=0.0, hop_latency_s=0.0, overlapped_s=seconds
+        dot_s=0.0,
+        collective_s=seconds,
+        partials_s=copy_s,
+        hops_s=0.0,
+        hop_latency_s=0.0,
+        overlapped_s=seconds + copy_s,
     )
 
 

@@ -39,7 +39,7 @@ _SENTENCES = {
     Code.PROFITABLE: "The ring is predicted to be faster than the collective and its dots.",
     Code.POLICY_ALWAYS: 'The policy is "always" and the rewrite is legal.',
     Code.POLICY_ACCEPTED: "The given policy accepted the rewrite.",
-    Code.NOT_PROFITABLE: "The ring is predicted to be no faster than the collective and its dots.",
+    Code.NOT_PROFITABLE: "The ring is not predicted to be faster than the collective and its dots by enough.",
     Code.TRIED_FASTER: "A ring was compiled for this target and found faster.",
     Code.TRIED_SLOWER: "The best rings were compiled for this target, and none was found faster.",
     Code.POLICY_NEVER: 'The policy is "never".',

@@ -65,7 +65,7 @@ class _Ring:
         self.explicit = not flow.differentiable and shims.explicit_starts(self.operand_aval)
         # Where the addition is to be fused into the product, the sum must have arrived before the product.
         self.sum_first = self.explicit or shims.on_tpu(self.operand_aval)
-        self.cut = _cut_once(flow, chain)
+        self.cut = cut_once(flow, chain)
         self.read = read
         self.in_flight: list[int] = []
 
@@ -290,7 +290,7 @@ def _partial(
     return pieces[operand]
 
 
-def _cut_once(flow: Dataflow, chain: DotReduceScatter) -> dict[int, int]:
+def cut_once(flow: Dataflow, chain: DotReduceScatter) -> dict[int, int]:
     """The values from outside the chain that are cut into blocks, always along the same dim, and that dim."""
     made = {value for block in chain.body for value in flow.ops[block.op].outputs}
     dims: dict[int, set[int]] = {}
