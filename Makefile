@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-others lint pytest format bench clean
+.PHONY: help demo test test-all test-others lint pytest format bench bench-matmul clean
 MAKEFLAGS += --no-print-directory
 SHELL := /bin/sh
 export PYTHON
@@ -50,6 +50,9 @@ format: ## rewrites the sources as lint wants them
 
 bench: ## the overhead benchmarks
 	@$(ready) && "$$python" bench/overhead.py
+
+bench-matmul: ## tables of matmul times, from the TPU compiler (needs libtpu, no TPU), and their errors
+	@$(ready) && "$$python" -m bench.matmul_tables $(BENCH_ARGS)
 
 clean: ## removes the environments and everything built
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist *.egg-info

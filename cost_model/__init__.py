@@ -8,18 +8,23 @@ sizes go in, seconds come out.
 """
 
 from cost_model.axis import Axis, Directions, ring_hop_s
+from cost_model.break_even import break_evens
+from cost_model.calibration import Calibration, hardware_of
 from cost_model.chips import by_name, from_device_kind, names
 from cost_model.collectives import all_gather_s, all_reduce_s, all_to_all_s, hop_s, reduce_scatter_s
 from cost_model.dtypes import dtype_bytes
 from cost_model.exchange import exchange_estimate
+from cost_model.explanation import explain
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
+from cost_model.plain_chain import chain_of
 from cost_model.ring import Estimate, RingWork, estimate
 from cost_model.ring_order import RingOrder, ring_orders, ring_step_s
 from cost_model.topology import Link, Place, Topology
 
 __all__ = [
     "Axis",
+    "Calibration",
     "Directions",
     "Estimate",
     "Hardware",
@@ -32,11 +37,15 @@ __all__ = [
     "all_gather_s",
     "all_reduce_s",
     "all_to_all_s",
+    "break_evens",
     "by_name",
+    "chain_of",
     "dtype_bytes",
     "estimate",
     "exchange_estimate",
+    "explain",
     "from_device_kind",
+    "hardware_of",
     "hop_s",
     "matmul_s",
     "names",

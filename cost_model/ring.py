@@ -32,7 +32,9 @@ class RingWork:
       columns: how many such rings of steps run one after the other, each with its part of every shard.
       joined: whether the pieces of a step go into one partial dot; then `piece` is that of all of them.
       accumulator_bytes: bytes that the dots of one piece add to; 0 where results are placed.
-      apart_bytes: bytes that one step's additions read and write where they are not part of the dots.
+      fused: whether the additions of a scatter ring are part of its dots, which then wait for the sums.
+      apart_bytes: bytes that are read and written beside the dots of one step: additions that are not part of
+        them, blocks copied for them.
       hands_out_gathered: whether the rings also assemble the gathered array, for other uses.
 
     Raises:
@@ -50,6 +52,7 @@ class RingWork:
     columns: int = 1
     joined: bool = False
     accumulator_bytes: float = 0
+    fused: bool = True
     apart_bytes: float = 0
     hands_out_gathered: bool = False
 
@@ -112,13 +115,14 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
     hops h of one piece:
 
         gather ring   max(n · M + additions, chains · h)
-        scatter ring  max(n · M, M + h, chains · h) + additions
+        scatter ring  max(n · M, chains · h) + additions
+                      max(n · M, M + h, chains · h), where the additions are part of the dots
 
     since a gather ring adds its own partial sums, beside the hop, and an accumulator must be added to before
-    it is sent on: its hop runs beside the dots of the other pieces only. Copying the gathered shards into
-    place reads and writes each once. An operand that every partial dot shares is read from HBM in one step
-    and found on chip in the others, if it takes half of that memory at most. Partial sums are read and
-    written by every dot that adds to them, unless they stay on chip.
+    it is sent on; if the dot itself adds to it, its hop runs beside the dots of the other pieces only.
+    Copying the gathered shards into place reads and writes each once. An operand that every partial dot
+    shares is read from HBM in one step and found on chip in the others, if it takes half of that memory at
+    most. Partial sums are read and written by every dot that adds to them, unless they stay on chip.
 
     Where the hardware does not overlap, hops and partial dots take turns, and a hop carries no less than the
     original collective did: a narrower wire is not an effect of the ring, and shared memory does not reward
@@ -145,7 +149,8 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
     if not hardware.overlaps:
         step_s = partial_s + add_s + wire_s
     elif work.collective == "reduce_scatter":
-        step_s = max(partial_s, partial_s / dots + hop_s, wire_s) + add_s
+        waiting_s = partial_s / dots + hop_s if work.fused else 0.0
+        step_s = max(partial_s, waiting_s, wire_s) + add_s
     else:
         step_s = max(partial_s + add_s, wire_s)
 

@@ -2,6 +2,7 @@
 
 from overlap.ab_profile import ab_profile
 from overlap.ab_report import ABReport
+from overlap.calibration import calibrate
 from overlap.decorator import Overlapped, overlap_collectives
 from overlap.inspection import Inspection, inspect
 from overlap.report import Report
@@ -16,6 +17,7 @@ __all__ = [
     "Report",
     "Site",
     "ab_profile",
+    "calibrate",
     "inspect",
     "overlap_collectives",
 ]

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import overlap
-from overlap import ab_command, demo, inspect_command
+from overlap import ab_command, calibrate_command, demo, inspect_command, plan_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,6 +21,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_commands(commands)
     ab_command.add_commands(commands)
     inspect_command.add_commands(commands)
+    calibrate_command.add_commands(commands)
+    plan_command.add_commands(commands)
     arguments = parser.parse_args(argv)
     if "run" not in arguments:
         parser.print_help()

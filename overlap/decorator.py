@@ -18,6 +18,7 @@ import passes
 from cost_model import Hardware
 from overlap.failure import report_request
 from overlap.report import Report
+from overlap.trials import trials_for
 from passes import Policy, shims
 
 logger = logging.getLogger("overlap")
@@ -63,9 +64,14 @@ def overlap_collectives(
       fun: the function. Its jit options (static arguments, donation, shardings, layouts, compiler options, …)
         are kept. A function that was decorated already is decorated anew, with these arguments.
       hardware: what the cost model prices for: None (from the devices of the mesh), a name such as
-        ``"tpu_v5p"``, or a ``cost_model.Hardware``.
+        ``"tpu_v5p"``, a file that ``python -m overlap calibrate`` wrote, or a ``cost_model.Hardware``.
       policy: ``"auto"`` rewrites where the cost model predicts a gain, ``"always"`` wherever it is legal,
-        ``"never"`` nowhere (the report still tells what is predicted); a callable is asked per ``Site``.
+        ``"never"`` nowhere (the report still tells what is predicted). ``"verify"`` compiles each chain and
+        its few best rings for the mesh's devices (compile-only ones too), models the times of the schedules
+        that the compiler chose, and rewrites where a ring is faster by more than 1 % and needs no more
+        temporary memory. ``"autotune"`` does the same with wall-clock times on the attached devices; where
+        there are none it verifies. Both keep what they find on disk (docs/policies.md), and go by the cost
+        model where a chain cannot be compiled on its own. A callable is asked per ``Site``.
       strict: raise if the pass fails, instead of running the original with a warning.
 
     Returns:
@@ -80,7 +86,7 @@ def overlap_collectives(
         names = ", ".join(repr(name) for name in passes.POLICIES)
         raise ValueError(f"unknown policy {policy!r}: give one of {names}, or a callable Site -> bool")
     if isinstance(hardware, str):
-        hardware = cost_model.by_name(hardware)
+        hardware = cost_model.hardware_of(hardware)
     elif hardware is not None and not isinstance(hardware, Hardware):
         raise TypeError(
             f"hardware must be None, a name or a cost_model.Hardware, not {type(hardware).__name__}"
@@ -117,6 +123,7 @@ class Overlapped:
         self._strict = strict
         self._warned = False
         self._options = _jit_options(self.original)
+        self._try_out = trials_for(policy, self._hardware_of, self._options.kwargs)
         self._name = str(getattr(self.original, "__name__", type(self.original.__wrapped__).__name__))
 
         @functools.wraps(self.original)
@@ -161,6 +168,9 @@ class Overlapped:
     def explain(self, *args: Any, **kwargs: Any) -> Report:
         """What is decided about every collective of the program, and why. Traces; neither compiles nor runs.
 
+        The policies ``verify`` and ``autotune`` compile the chains that they have not tried yet, and the
+        latter runs them: of several processes, all must then call this.
+
         The rewritten program is traced too, so that what the report calls rewritten is what a call runs.
 
         Args:
@@ -202,7 +212,9 @@ class Overlapped:
         """The rewritten program, jitted and traced (None where nothing is rewritten), and its plan."""
         # An effect may not run within a function that has a derivative of its own.
         guarded = not shims.has_effects(jaxpr)
-        plan = passes.make_plan(jaxpr, self._policy, self._hardware_of, differentiable=not guarded)
+        plan = passes.make_plan(
+            jaxpr, self._policy, self._hardware_of, differentiable=not guarded, try_out=self._try_out
+        )
         if not plan.changes and not (guarded and self._backward_may_pay(plan)):
             return None, plan
         run = passes.rewritten(plan)
@@ -213,7 +225,9 @@ class Overlapped:
     def _rewrite_derivative(self, jaxpr: Any) -> Callable[..., list[Any]]:
         """A part of the program's derivative, rewritten; as it is if the pass fails on it."""
         try:
-            plan = passes.make_plan(jaxpr, self._policy, self._hardware_of, differentiable=True)
+            plan = passes.make_plan(
+                jaxpr, self._policy, self._hardware_of, differentiable=True, try_out=self._try_out
+            )
             self._log(plan)
             if plan.changes:
                 return self._jitted(passes.rewritten(plan), jaxpr, jaxpr.in_avals)
@@ -237,7 +251,11 @@ class Overlapped:
         if self._policy == "never":
             return False
         hardware = [self._hardware_of(kind) for kind in plan.device_kinds]
-        return any(self._policy != "auto" or (known is not None and known.overlaps) for known in hardware)
+        if self._policy == "auto":
+            return any(known is not None and known.overlaps for known in hardware)
+        if self._policy in ("verify", "autotune"):
+            return any(known is not None for known in hardware)
+        return bool(hardware)
 
     def _hardware_of(self, device_kind: str | None) -> Hardware | None:
         if self._hardware is not None:

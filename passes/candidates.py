@@ -15,7 +15,7 @@ from passes.rules import Rule, rule
 from passes.schedule import RingSchedule, across, divisions
 
 MOST_PIECES: Final = 4
-"""More hops in flight at once than the TPU compiler can schedule: it gives up."""
+"""With more hops in flight at once the TPU compiler gives up; the GPU compiler with more than one."""
 
 LONGEST_UNROLLED: Final = 24
 """Devices on the longest axis whose ring is unrolled: compile time grows faster than the ring."""
@@ -54,7 +54,8 @@ def candidates(
     for directions, rings in itertools.product(_directions(2), range(1, max(1, len(axis.orders)) + 1)):
         base = RingSchedule(directions=directions, unroll=unroll, wire=wire, orders=_orders(axis, rings))
         found.extend(_all(flow, chain, base) if thorough else _by_rule(flow, chain, base, known))
-    fitting = [s for s in dict.fromkeys(found) if _fits(flow, chain, s, unit)]
+    most = MOST_PIECES if axis.hardware.opposite_hops_overlap else 1
+    fitting = [s for s in dict.fromkeys(found) if s.pieces <= most and _fits(flow, chain, s, unit)]
     return tuple(fitting) or (RingSchedule(directions=1, unroll=unroll, wire=wire),)
 
 
@@ -82,7 +83,7 @@ def _orders(axis: Axis, rings: int) -> tuple[tuple[int, ...], ...]:
 
 def _fits(flow: Dataflow, chain: Chain, schedule: RingSchedule, unit: int) -> bool:
     """Whether the blocks can be cut into so many pieces."""
-    if schedule.pieces > MOST_PIECES or (schedule.pieces == 1 and (schedule.joined or schedule.across)):
+    if schedule.pieces == 1 and (schedule.joined or schedule.across):
         return False
     if not schedule.across:
         return schedule.pieces <= unit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Final, Literal
 
@@ -61,12 +62,14 @@ class Trial:
       original_s: the chain as written.
       ring_s: the fastest schedule.
       kind: ``modelled`` from compiled schedules, or ``measured``.
+      note: a sentence on what else decided; may be empty.
     """
 
     schedule: RingSchedule | None
     original_s: float
     ring_s: float
     kind: str
+    note: str = ""
 
 
 TryOut = Callable[[Excerpt, tuple[RingSchedule, ...]], Trial | None]
@@ -230,7 +233,12 @@ def _tried(flow: Dataflow, proposal: Decision, network: Network, try_out: TryOut
     if trial is None:
         return _judge(proposal, "auto", lambda decision: _never_asked(decision), False)
     detail = f"{trial.kind.capitalize()}: {trial.original_s * 1e6:.0f} µs as written, "
-    detail += f"{trial.ring_s * 1e6:.0f} µs as the best ring tried."
+    best = (
+        "no ring could be run"
+        if math.isinf(trial.ring_s)
+        else f"{trial.ring_s * 1e6:.0f} µs as the best ring"
+    )
+    detail = f"{detail}{best}. {trial.note}".rstrip()
     if trial.schedule is None:
         return dataclasses.replace(proposal, reason=Reason(Code.TRIED_SLOWER, detail))
     return dataclasses.replace(

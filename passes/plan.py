@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from jax.extend import core as jex_core
+from jax.sharding import Mesh
 
 from cost_model import Hardware
 from passes import shims
@@ -163,6 +164,20 @@ class _Mapped:
     check_vma: bool
 
 
+def _mapped(op: Op, around: _Mapped | None) -> _Mapped | None:
+    """What the body of a shard_map, in another one perhaps, is mapped over.
+
+    A shard_map on the mesh of the context, or within another, need not know the devices itself.
+    """
+    mesh = op.params["mesh"]
+    if not isinstance(mesh, Mesh):
+        if around is None:
+            return None
+        mesh = around.mesh
+    axes = frozenset(op.params["newly_manual_axes"])
+    return _Mapped(mesh, axes if around is None else axes | around.axes, op.params["check_vma"])
+
+
 class _Planner:
     """Plans each jaxpr once, however often it is called."""
 
@@ -228,10 +243,8 @@ class _Planner:
         self, op: Op, path: str, same: Set[int] | None, mapped: _Mapped | None, *, replaceable: bool
     ) -> dict[str, tuple[Plan, ...]]:
         name = f"{path}/{op.name}".lstrip("/")
-        if op.name == "shard_map" and hasattr(op.params["mesh"], "devices"):
-            mapped = _Mapped(
-                op.params["mesh"], frozenset(op.params["newly_manual_axes"]), op.params["check_vma"]
-            )
+        if op.name == "shard_map":
+            mapped = _mapped(op, mapped)
         held = BODIES.get(op.name) if replaceable else None
         if held is None:
             held = tuple(op.params) if any(_jaxprs(op)) else ()

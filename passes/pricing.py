@@ -101,6 +101,7 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
 
     def work(schedule: RingSchedule) -> RingWork:
         share = Fraction(1, axis_size)
+        fused = axis.hardware.fuses_additions and schedule.pieces > 1
         second = None
         if cut is not None and schedule.across:
             second = (cut, Fraction(1, schedule.pieces))
@@ -115,7 +116,8 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
             directions=schedule.directions,
             rings=schedule.rings,
             chains=schedule.chains,
-            apart_bytes=copied_bytes if axis.hardware.fuses_additions else 3 * wide_bytes,
+            fused=fused,
+            apart_bytes=copied_bytes if fused else copied_bytes + 3 * wide_bytes,
         )
 
     return work

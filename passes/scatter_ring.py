@@ -63,8 +63,9 @@ class _Ring:
         (operand,) = flow.ops[chain.collective.op].inputs
         self.operand_aval = flow.aval(operand)
         self.explicit = not flow.differentiable and shims.explicit_starts(self.operand_aval)
-        # Where the addition is to be fused into the product, the sum must have arrived before the product.
-        self.sum_first = self.explicit or shims.on_tpu(self.operand_aval)
+        # For the addition to be fused into the product the sum must have arrived before it: then only the
+        # products for other pieces can hide its hop.
+        self.sum_first = shims.on_tpu(self.operand_aval) and len(self.divided) > 1
         self.cut = cut_once(flow, chain)
         self.read = read
         self.in_flight: list[int] = []
@@ -158,16 +159,14 @@ class _Ring:
 
     def _add(self, sent: list[Any], number: int, piece: Piece) -> Any:
         """One partial product, with the sum that has arrived for it."""
-        received = None
-        if sent[number] is not None:
-            with self.scope():
-                received = self._received(sent[number])
+        received = self._received(sent[number]) if self.sum_first else None
         cuts = {operand: piece.of(self.read(operand), dim) for operand, dim in self.cut.items()}
-        if self.sum_first:
-            received, cuts = self._tie_to_operands(sent, received, cuts)
+        received, cuts = self._tie_to_operands(sent, received, cuts)
         read = self.read if self.cut_across is None else self._column(self.cut_across, self.columns[number])
         partial = _partial(self.flow, self.chain, piece, read, self.widened, cuts)
         partial = lax.convert_element_type(partial, accumulator_dtype(partial.dtype))
+        if not self.sum_first:
+            received = self._received(sent[number])
         if received is None:
             return partial
         if not self.sum_first:
@@ -218,8 +217,9 @@ class _Ring:
         return lax.convert_element_type(total, self.operand_aval.dtype)
 
     def _received(self, sent: Any) -> Any:
-        if isinstance(sent, _Arrived):
-            return sent.value
+        """A sum that was sent on, once it is here; None where there is none yet."""
+        if sent is None or isinstance(sent, _Arrived):
+            return None if sent is None else sent.value
         return shims.finish_ppermute(sent) if self.explicit else sent
 
     def _result(self, sums: list[Any]) -> Any:

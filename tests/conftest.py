@@ -19,6 +19,8 @@ _TPU: Final = runpy.run_path(str(Path(__file__).parent.parent / "overlap" / "tpu
 
 ENVIRONMENT: Final = {
     **_TPU["ENVIRONMENT"],
+    # Trials of one run must not decide the next.
+    "OVERLAP_CACHE_DIR": "",
     "XLA_FLAGS": " ".join([*_flags, f"{_DEVICE_FLAG}={DEVICES}"]),
 }
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import overlap
+from overlap import schedule_cache
+from overlap.trial_times import Timed
+from overlap.verify import Modelled
 from passes import Code
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "patterns.md"
@@ -156,11 +161,18 @@ def overlapped(example: Example, function: Callable[..., Any]) -> overlap.Overla
     )
 
 
-def known_hardware(example: Example) -> contextlib.AbstractContextManager[Any]:
-    """Lets the cost model know no devices, if the example is of unknown hardware."""
-    if example.one("hardware", "") == "unknown":
-        return mock.patch("cost_model.from_device_kind", return_value=None)
-    return contextlib.nullcontext()
+@contextlib.contextmanager
+def circumstances(example: Example) -> Iterator[None]:
+    """What the example supposes: devices that the cost model does not know, or the times of a trial."""
+    with contextlib.ExitStack() as stack:
+        if example.one("hardware", "") == "unknown":
+            stack.enter_context(mock.patch("cost_model.from_device_kind", return_value=None))
+        if trial := re.fullmatch(r"([\d.]+) µs as written, ([\d.]+) µs as a ring", example.one("trial", "")):
+            written, *rings = (Modelled(Timed(float(us) / 1e6, 0), 0.0) for us in trial.groups())
+            times = itertools.chain([written], itertools.cycle(rings))
+            stack.enter_context(mock.patch("overlap.verify.modelled", lambda *_: next(times)))
+            stack.enter_context(mock.patch.dict(os.environ, {schedule_cache.VARIABLE: ""}))
+        yield
 
 
 @of(EXAMPLES)
@@ -169,7 +181,7 @@ def test_the_report_says_what_the_page_says(example: Example, check_vma: bool) -
     shapes = [
         jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype in stacks(example, sharding)
     ]
-    with jax.set_mesh(mesh), known_hardware(example):
+    with jax.set_mesh(mesh), circumstances(example):
         sites = overlapped(example, function).explain(*shapes).sites
     assert [(site.kind, site.reason, site.count) for site in sites] == example.reports
     assert all(site.source.startswith(f"{PAGE}:") for site in sites)
@@ -183,7 +195,7 @@ def test_the_values_are_those_of_the_original_and_of_numpy(example: Example, che
     function, mesh, sharding = mapped(example, names, check_vma=check_vma)
     shards = [some(shape, dtype) for shape, dtype in stacks(example, sharding)]
     placed = [jax.device_put(shard, sharding) for shard in shards]
-    with jax.set_mesh(mesh), known_hardware(example):
+    with jax.set_mesh(mesh), circumstances(example):
         original, rewritten = function(*placed), overlapped(example, function)(*placed)
     narrow = any(result.dtype.itemsize < 4 for result in jax.tree.leaves(original)) or any(
         dtype == "bfloat16" for _, dtype in example.shards
@@ -229,7 +241,7 @@ def test_every_reason_has_a_section_whose_first_example_gives_it(code: Code) -> 
 
 def test_every_comment_is_understood() -> None:
     for example in EXAMPLES:
-        known = {"shards", "report", "says", "mesh", "policy", "hardware", "check_vma", ""}
+        known = {"shards", "report", "says", "mesh", "policy", "hardware", "check_vma", "trial", ""}
         assert set(example.said) <= known, example.section
         assert set(example.said.get("", [])) <= {"explained, not run"}, example.section
         assert len(example.reports) == len(example.said["report"]), example.section

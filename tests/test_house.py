@@ -17,7 +17,9 @@ FLOORS: Final = ("cost_model", "passes", "overlap")
 OUTSIDE: Final = {
     "cost_model": frozenset[str](),
     "passes": frozenset({"jax", "networkx", "numpy"}),
-    "overlap": frozenset({"jax", "jinja2", "markupsafe", "networkx", "numpy", "plotly", "rich"}),
+    "overlap": frozenset(
+        {"jax", "jinja2", "markupsafe", "matplotlib", "networkx", "numpy", "plotly", "rich"}
+    ),
 }
 """The libraries that each floor may import. The demo's program and optimiser come in from outside."""
 

@@ -1,42 +1,94 @@
-"""The time of rings: where they pay, where they do not, and what the model charges."""
+"""The time of rings: where they pay, where they do not, and what the model charges for each form."""
 
 import dataclasses
 import itertools
-from typing import Any, Literal
+import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model import Hardware, Matmul, RingWork, best, by_name, estimate, matmul_s, names, ring_hop_s
+from cost_model import (
+    Axis,
+    Directions,
+    Estimate,
+    Hardware,
+    Matmul,
+    RingWork,
+    by_name,
+    estimate,
+    matmul_s,
+    names,
+)
 
 _V5P, _V5E, _H100, _CPU = by_name("tpu_v5p"), by_name("tpu_v5e"), by_name("h100"), by_name("cpu")
 
+_PLAIN = Hardware(
+    name="plain",
+    peak_flops=(("bfloat16", 1e12),),
+    hbm_bytes_per_s=1e9,
+    link_bytes_per_s=1e9,
+    hop_latency_s=1e-6,
+    network="torus",
+    wraparound_multiple=1,
+    matmul_efficiency=1.0,
+    matmul_overhead_s=1e-6,
+    matmul_tile=(1, 1, 1),
+    on_chip_bytes=1.0,
+    accumulator_on_chip_bytes=1e3,
+    fuses_additions=False,
+)
+"""Hardware on which every time below can be worked out by hand."""
 
-def _gather(rows: int, k: int, n: int, axis_size: int) -> RingWork:
+_M = Matmul(m=1000, k=1000, n=1000)
+"""2e9 FLOPs, 6e6 bytes: on the hardware above 6 ms of memory against 2 ms of compute."""
+
+_M_S = 6e-3 + 1e-6
+
+
+def _gather(
+    rows: int, k: int, n: int, axis_size: int, directions: Directions = 1, chains: int = 1, **form: Any
+) -> RingWork:
     """x[rows/P, k] gathered on its rows, then times w[k, n], bfloat16."""
     shard_bytes = rows // axis_size * k * 2
     return RingWork(
         collective="all_gather",
-        axis_size=axis_size,
         shard_bytes=shard_bytes,
         collective_shard_bytes=shard_bytes,
         matmuls=(Matmul(m=rows, k=k, n=n),),
-        partials=(Matmul(m=rows // axis_size, k=k, n=n),),
+        piece=(Matmul(m=math.ceil(rows / axis_size / (directions * chains)), k=k, n=n),),
+        directions=directions,
+        chains=chains,
+        **form,
     )
 
 
-def _scatter(rows: int, k: int, n: int, axis_size: int) -> RingWork:
-    """x[rows, k] times w[k, n], then reduced and scattered on rows, bfloat16, additions not fused."""
+def _scatter(
+    rows: int, k: int, n: int, axis_size: int, directions: Directions = 1, chains: int = 1, **form: Any
+) -> RingWork:
+    """x[rows, k] times w[k, n], then reduced and scattered on rows, bfloat16."""
     shard_bytes = rows // axis_size * n * 2
     return dataclasses.replace(
-        _gather(rows, k, n, axis_size),
+        _gather(rows, k, n, axis_size, directions, chains),
         collective="reduce_scatter",
         shard_bytes=shard_bytes,
         collective_shard_bytes=shard_bytes,
-        accumulates=True,
-        accumulate_bytes=3 * shard_bytes,
+        **form,
     )
+
+
+def _best(
+    make: Any, rows: int, k: int, n: int, axis_size: int, hardware: Hardware
+) -> tuple[RingWork, Estimate]:
+    """The better of one direction and two, the first of equals."""
+    axis = Axis(hardware, axis_size)
+    works = [make(rows, k, n, axis_size, directions) for directions in (1, 2)]
+    return max(((work, estimate(work, axis)) for work in works), key=lambda priced: priced[1].benefit_s)
+
+
+def _benefit_s(make: Any, rows: int, k: int, n: int, axis_size: int, hardware: Hardware) -> float:
+    return _best(make, rows, k, n, axis_size, hardware)[1].benefit_s
 
 
 # Modelled with the TPU compiler's schedules: x[8192,8192]·w[8192,32768], gathered on rows over 16 chips.
@@ -45,26 +97,36 @@ def _scatter(rows: int, k: int, n: int, axis_size: int) -> RingWork:
     [("tpu_v5e", 2851e-6, 1534e-6), ("tpu_v5p", 1329e-6, 771e-6), ("tpu_v6e", 1054e-6, 749e-6)],
 )
 def test_the_estimate_agrees_with_compiled_schedules(name: str, unrewritten_s: float, ring_s: float) -> None:
-    directions, priced = best(_gather(8192, 8192, 2048, 16), by_name(name))
-    assert directions == 2
+    work, priced = _best(_gather, 8192, 8192, 2048, 16, by_name(name))
+    assert work.directions == 2
     assert priced.original_s == pytest.approx(unrewritten_s, rel=0.05)
     assert priced.overlapped_s == pytest.approx(ring_s, rel=0.1)
 
 
-@pytest.mark.parametrize("work", [_gather(8192, 8192, 2048, 16), _scatter(8192, 2048, 8192, 16)])
-def test_a_large_matmul_pays_on_v5p(work: RingWork) -> None:
-    assert best(work, _V5P)[1].benefit_s > 0.2 * best(work, _V5P)[1].original_s
+# Its mirror, scattered on rows: two sums per direction, so that each hop has a matmul beside it.
+@pytest.mark.parametrize(("name", "ring_s"), [("tpu_v5e", 1778e-6), ("tpu_v5p", 832e-6)])
+def test_the_estimate_of_a_scatter_agrees_with_compiled_schedules(name: str, ring_s: float) -> None:
+    priced = estimate(_scatter(8192, 2048, 8192, 16, 2, 2), Axis(by_name(name), 16))
+    assert priced.overlapped_s == pytest.approx(ring_s, rel=0.1)
 
 
-@pytest.mark.parametrize("work", [_gather(128, 256, 256, 16), _scatter(128, 256, 256, 16)])
-def test_a_tiny_matmul_does_not_pay(work: RingWork) -> None:
+@pytest.mark.parametrize(
+    ("make", "rows", "k", "n"), [(_gather, 8192, 8192, 2048), (_scatter, 8192, 2048, 8192)]
+)
+def test_a_large_matmul_pays_on_v5p(make: Any, rows: int, k: int, n: int) -> None:
+    priced = _best(make, rows, k, n, 16, _V5P)[1]
+    assert priced.benefit_s > 0.2 * priced.original_s
+
+
+@pytest.mark.parametrize("make", [_gather, _scatter])
+def test_a_tiny_matmul_does_not_pay(make: Any) -> None:
     for hardware in (_V5P, _V5E, _H100):
-        assert best(work, hardware)[1].benefit_s < 0
+        assert _benefit_s(make, 128, 256, 256, 16, hardware) < 0
 
 
 def test_an_estimate_adds_up() -> None:
     work = _gather(8192, 8192, 2048, 16)
-    priced = estimate(work, _V5P, directions=1)
+    priced = estimate(work, Axis(_V5P, 16))
     assert priced.original_s == priced.dot_s + priced.collective_s
     assert priced.benefit_s == priced.original_s - priced.overlapped_s
     assert priced.dot_s == matmul_s(work.matmuls[0], _V5P)
@@ -74,135 +136,297 @@ def test_an_estimate_adds_up() -> None:
 
 def test_one_step_of_a_communication_bound_ring_is_exposed() -> None:
     work = _gather(8192, 8192, 256, 16)
-    priced = estimate(work, _V5P, directions=1)
-    assert priced.overlapped_s == pytest.approx(priced.hops_s + matmul_s(work.partials[0], _V5P))
+    priced = estimate(work, Axis(_V5P, 16))
+    assert priced.overlapped_s == pytest.approx(priced.hops_s + matmul_s(work.piece[0], _V5P))
 
 
 def test_a_compute_bound_ring_takes_as_long_as_its_partial_dots() -> None:
-    priced = estimate(_gather(8192, 8192, 16384, 16), _V5P, directions=2)
+    priced = estimate(_gather(8192, 8192, 16384, 16, 2), Axis(_V5P, 16))
     assert priced.overlapped_s == pytest.approx(priced.partials_s)
 
 
-def test_two_directions_halve_a_hop_only_with_wraparound() -> None:
-    assert ring_hop_s(1e7, 16, _V5E, directions=2) == ring_hop_s(1e7, 16, _V5E, directions=1) / 2
-    assert ring_hop_s(1e7, 8, _V5E, directions=2) == ring_hop_s(1e7, 8, _V5E, directions=1)
-    assert ring_hop_s(1e7, 8, _H100, directions=2) == pytest.approx(ring_hop_s(1e7, 8, _H100, directions=1))
+# Forms of rings, by hand. A ring of 4: three hops, four steps. `_M` is the piece, whatever its share.
 
 
-def test_behind_a_switch_two_directions_pay_the_latency_twice() -> None:
-    assert ring_hop_s(1, 8, _H100, directions=2) == 2 * _H100.hop_latency_s
-    assert best(_gather(8192, 8192, 2048, 8), _H100)[0] == 1
+def _work(**changes: Any) -> RingWork:
+    form: dict[str, Any] = {
+        "collective": "all_gather",
+        "shard_bytes": 12e6,
+        "collective_shard_bytes": 12e6,
+        "matmuls": (dataclasses.replace(_M, m=4000),),
+        "piece": (_M,),
+    }
+    return RingWork(**{**form, **changes})
 
 
-def test_without_wraparound_the_last_hop_crosses_the_whole_line() -> None:
-    assert ring_hop_s(1, 8, _V5E, directions=1) == pytest.approx(7e-6)
-    assert ring_hop_s(1, 16, _V5E, directions=1) == pytest.approx(1e-6)
-    assert best(_gather(8192, 8192, 2048, 8), _V5E)[0] == 1
+def _by_hand(**changes: Any) -> Estimate:
+    return estimate(_work(**changes), Axis(_PLAIN, 4))
 
 
-def test_a_unidirectional_scatter_ring_waits_for_its_additions() -> None:
-    work = _scatter(8192, 512, 8192, 16)
-    fused = dataclasses.replace(work, accumulates=False)
-    add_s = work.accumulate_bytes / _V5P.hbm_bytes_per_s
-    waiting = (
-        estimate(work, _V5P, directions=1).overlapped_s - estimate(fused, _V5P, directions=1).overlapped_s
-    )
-    assert waiting == pytest.approx(15 * add_s)
-    both_ways = (
-        estimate(work, _V5P, directions=2).overlapped_s - estimate(fused, _V5P, directions=2).overlapped_s
-    )
-    assert both_ways < waiting / 2
+def test_the_piece_takes_what_the_tests_below_say() -> None:
+    assert matmul_s(_M, _PLAIN) == pytest.approx(_M_S)
+
+
+@pytest.mark.parametrize(
+    ("form", "dots", "wire_s"),
+    [
+        ({}, 1, 12e-3),
+        ({"directions": 2}, 2, 6e-3),  # Half a shard each way at once.
+        ({"chains": 2}, 2, 12e-3),  # One half, then the other, on the same link.
+        ({"directions": 2, "chains": 2}, 4, 6e-3),
+        ({"directions": 2, "joined": True}, 1, 6e-3),
+        ({"directions": 2, "chains": 2, "joined": True}, 1, 6e-3),
+    ],
+    ids=str,
+)
+def test_a_step_of_a_gather_ring(form: Any, dots: int, wire_s: float) -> None:
+    priced = _by_hand(**form)
+    assert priced.hops_s == pytest.approx(3 * wire_s)
+    assert priced.partials_s == pytest.approx(4 * dots * _M_S)
+    assert priced.overlapped_s == pytest.approx(dots * _M_S + 3 * max(dots * _M_S, wire_s))
+
+
+@pytest.mark.parametrize(
+    ("form", "dots", "hop_s"),
+    [
+        ({}, 1, 12e-3),
+        ({"directions": 2}, 2, 6e-3),
+        ({"chains": 2}, 2, 6e-3),
+        ({"directions": 2, "chains": 2}, 4, 3e-3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("apart_bytes", [0, 2e6])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_of_a_scatter_ring(
+    form: Any, dots: int, hop_s: float, fused: bool, apart_bytes: float
+) -> None:
+    priced = _by_hand(collective="reduce_scatter", fused=fused, apart_bytes=apart_bytes, **form)
+    chains = form.get("chains", 1)
+    add_s = apart_bytes / 1e9
+    # A dot that adds to a sum waits for it; one whose result is added later does not.
+    step_s = max(dots * _M_S, _M_S + hop_s if fused else 0, chains * hop_s) + add_s
+    assert priced.hops_s == pytest.approx(3 * chains * hop_s)
+    assert priced.partials_s == pytest.approx(dots * _M_S + 3 * (dots * _M_S + add_s))
+    assert priced.overlapped_s == pytest.approx(dots * _M_S + 3 * step_s)
+
+
+def test_a_hop_that_a_dot_waits_for_is_hidden_by_another_sum_s_dot() -> None:
+    one = _by_hand(collective="reduce_scatter", shard_bytes=4e6)
+    two = _by_hand(collective="reduce_scatter", shard_bytes=4e6, chains=2)
+    apart = _by_hand(collective="reduce_scatter", shard_bytes=4e6, fused=False)
+    assert one.overlapped_s == pytest.approx(_M_S + 3 * (_M_S + 4e-3))
+    assert two.overlapped_s == pytest.approx(4 * 2 * _M_S)
+    assert apart.overlapped_s == pytest.approx(4 * _M_S)
+
+
+def test_a_gather_ring_adds_its_partial_sums_beside_the_hop() -> None:
+    hidden = _by_hand(apart_bytes=2e6)
+    assert hidden.overlapped_s == pytest.approx(_M_S + 3 * 12e-3)
+    assert hidden.partials_s == pytest.approx(4 * _M_S + 3 * 2e-3)
+    shown = _by_hand(shard_bytes=0, apart_bytes=2e6)
+    assert shown.overlapped_s == pytest.approx(_M_S + 3 * (_M_S + 2e-3))
+
+
+def test_columns_run_one_after_the_other_each_with_its_part_of_the_shard() -> None:
+    priced = _by_hand(columns=3)
+    assert priced.hops_s == pytest.approx(3 * 3 * 4e-3)
+    assert priced.hop_latency_s == pytest.approx(3 * 3 * 1e-6)
+    assert priced.partials_s == pytest.approx(3 * 4 * _M_S)
+    assert priced.overlapped_s == pytest.approx(3 * (_M_S + 3 * _M_S))
+
+
+def test_a_chain_pays_the_latency_of_its_own_hop() -> None:
+    assert _by_hand(shard_bytes=0).hops_s == pytest.approx(3e-6)
+    assert _by_hand(shard_bytes=0, chains=2).hops_s == pytest.approx(6e-6)
+    assert _by_hand(shard_bytes=0, directions=2).hops_s == pytest.approx(3e-6)
+
+
+def test_an_accumulator_too_large_for_the_chip_is_read_and_written_by_every_dot() -> None:
+    small, large = _by_hand(accumulator_bytes=1e3), _by_hand(accumulator_bytes=1001)
+    assert small.partials_s == pytest.approx(4 * _M_S)
+    # The first dot makes it.
+    assert large.partials_s == pytest.approx(4 * _M_S + 3 * 2 * 1001 / 1e9)
+    pieces = _by_hand(accumulator_bytes=1e6, directions=2)
+    joined = _by_hand(accumulator_bytes=1e6, directions=2, joined=True)
+    assert pieces.partials_s == pytest.approx(4 * 2 * _M_S + 3 * 2 * 2e-3)
+    assert joined.partials_s == pytest.approx(4 * _M_S + 3 * 2e-3)
+
+
+def test_columns_bring_an_accumulator_onto_the_chip() -> None:
+    work = _gather(65536, 8192, 8192, 16, 2)
+    axis = Axis(_V5E, 16)
+    assert _V5E.accumulator_on_chip_bytes == 32 * 2**20
+    sums = [
+        estimate(dataclasses.replace(work, accumulator_bytes=64 * 2**20 / columns, columns=columns), axis)
+        for columns in (1, 2, 4)
+    ]
+    plain = [estimate(dataclasses.replace(work, columns=columns), axis) for columns in (1, 2, 4)]
+    extra = [with_sum.partials_s - without.partials_s for with_sum, without in zip(sums, plain, strict=True)]
+    assert extra[0] > 0
+    assert extra[1:] == pytest.approx([0, 0])
+
+
+def test_pieces_are_counted_over_directions_rings_and_chains() -> None:
+    assert _work().pieces == 1
+    assert _work(directions=2, rings=3, chains=2, columns=4).pieces == 12
+
+
+def test_hops_and_dots_take_turns_where_nothing_overlaps() -> None:
+    alone = dataclasses.replace(_PLAIN, overlaps=False)
+    priced = estimate(_work(directions=2, chains=2, apart_bytes=1e6), Axis(alone, 4))
+    assert priced.overlapped_s == pytest.approx(4 * _M_S + 3 * (4 * _M_S + 1e-3 + 6e-3))
+    wide = estimate(_work(collective_shard_bytes=24e6), Axis(alone, 4))
+    assert wide.hops_s == pytest.approx(3 * 24e-3)
+
+
+def test_the_original_is_the_whole_collective_and_the_whole_dots() -> None:
+    priced = _by_hand()
+    assert priced.dot_s == pytest.approx(1e-6 + 18e-3)  # 8e6 + 2e6 + 8e6 bytes
+    assert priced.collective_s == pytest.approx(24e-3)  # P/2 hops of a shard
+    assert _by_hand(collective="reduce_scatter").collective_s == pytest.approx(24e-3)
+
+
+def test_estimates_of_parts_add_up() -> None:
+    one, other = _by_hand(), _by_hand(directions=2)
+    both = one + other
+    assert both.benefit_s == pytest.approx(one.benefit_s + other.benefit_s)
+    assert both.partials_s == one.partials_s + other.partials_s
+
+
+# What the hardware makes of directions.
+
+
+def test_behind_a_switch_and_along_a_line_one_direction_is_as_good() -> None:
+    assert _best(_gather, 8192, 8192, 2048, 8, _H100)[0].directions == 1
+    assert _best(_gather, 8192, 8192, 2048, 8, _V5E)[0].directions == 1
+
+
+def test_a_scatter_ring_waits_for_additions_that_are_not_fused() -> None:
+    axis, add_bytes = Axis(_V5P, 16), 3 * 1024 * 1024 * 8
+    for directions in (1, 2):
+        fused = _scatter(8192, 512, 8192, 16, directions)
+        apart = dataclasses.replace(fused, apart_bytes=add_bytes)
+        waiting = estimate(apart, axis).overlapped_s - estimate(fused, axis).overlapped_s
+        assert waiting == pytest.approx(15 * add_bytes / _V5P.hbm_bytes_per_s)
 
 
 def test_handing_out_the_gathered_array_costs_its_copies() -> None:
-    work = _gather(8192, 8192, 16384, 16)
+    work, axis = _gather(8192, 8192, 16384, 16), Axis(_V5P, 16)
     handing_out = dataclasses.replace(work, hands_out_gathered=True)
     copies_s = 16 * 2 * work.shard_bytes / _V5P.hbm_bytes_per_s
-    plain, copied = (estimate(each, _V5P, directions=1).overlapped_s for each in (work, handing_out))
+    plain, copied = (estimate(each, axis).overlapped_s for each in (work, handing_out))
     assert copied - plain == pytest.approx(copies_s)
 
 
-def test_halves_given_are_used_in_place_of_halves_along_m() -> None:
-    work = _gather(8192, 8192, 16384, 16)
-    same = dataclasses.replace(work, half_partials=tuple(partial.halved() for partial in work.partials))
-    slower = dataclasses.replace(work, half_partials=work.partials)
-    assert estimate(same, _V5P, directions=2) == estimate(work, _V5P, directions=2)
-    assert estimate(slower, _V5P, directions=2).partials_s > estimate(work, _V5P, directions=2).partials_s
+def test_pieces_are_priced_as_they_are_given() -> None:
+    axis = Axis(_V5P, 16)
+    rows, columns = (
+        dataclasses.replace(_gather(8192, 8192, 16384, 16, 2), piece=(piece,))
+        for piece in (Matmul(m=256, k=8192, n=16384), Matmul(m=512, k=8192, n=8192))
+    )
+    whole = dataclasses.replace(rows, piece=(Matmul(m=512, k=8192, n=16384),))
+    assert estimate(rows, axis).partials_s == pytest.approx(2 * 16 * matmul_s(rows.piece[0], _V5P), rel=0.01)
+    assert estimate(columns, axis).partials_s > 0
+    assert estimate(whole, axis).partials_s > 1.5 * estimate(rows, axis).partials_s
 
 
 def test_an_operand_too_large_for_the_chip_is_read_in_every_step() -> None:
     work = _gather(1024, 8192, 2048, 16)
     roomy, cramped = (dataclasses.replace(_V5P, on_chip_bytes=size) for size in (1e9, 1e6))
-    rereading = estimate(work, cramped, directions=1).partials_s
-    assert rereading == pytest.approx(16 * matmul_s(work.partials[0], cramped))
-    assert estimate(work, roomy, directions=1).partials_s < rereading
+    rereading = estimate(work, Axis(cramped, 16)).partials_s
+    assert rereading == pytest.approx(16 * matmul_s(work.piece[0], cramped))
+    assert estimate(work, Axis(roomy, 16)).partials_s < rereading
 
 
 def test_a_ring_may_send_a_narrower_dtype_than_the_collective_did() -> None:
-    work = _gather(8192, 8192, 2048, 16)
+    axis = Axis(_V5P, 16)
+    work = _gather(8192, 8192, 2048, 16, 2)
     wide = dataclasses.replace(work, collective_shard_bytes=2 * work.shard_bytes)
-    plain, widened = (estimate(each, _V5P, directions=2) for each in (work, wide))
+    plain, widened = (estimate(each, axis) for each in (work, wide))
     assert widened.overlapped_s == plain.overlapped_s
     assert widened.collective_s == pytest.approx(2 * plain.collective_s)
 
 
 def test_an_axis_of_one_device_gains_nothing() -> None:
     for name in names():
-        assert best(_gather(1024, 1024, 1024, 1), by_name(name))[1].benefit_s == 0
+        assert estimate(_gather(1024, 1024, 1024, 1), Axis(by_name(name), 1)).benefit_s == 0
 
 
 @pytest.mark.parametrize(
     "bad",
     [
-        {"axis_size": 0},
+        {"directions": 3},
+        {"rings": 0},
+        {"chains": 0},
+        {"columns": 0},
         {"shard_bytes": -1},
-        {"shard_bytes": float("nan")},
+        {"collective_shard_bytes": -1},
+        {"accumulator_bytes": -1},
+        {"apart_bytes": -1},
         {"collective": "psum"},
-        {"partials": ()},
+        {"piece": ()},
     ],
+    ids=str,
 )
 def test_impossible_work_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
-        dataclasses.replace(_gather(1024, 1024, 1024, 4), **bad)
+        _work(**bad)
 
 
-_WORKS = st.builds(
-    lambda make, rows, k, n, axis_size: make(rows * axis_size * 2, k, n, axis_size),
+def test_bytes_that_are_no_number_are_refused() -> None:
+    with pytest.raises(ValueError):
+        _by_hand(shard_bytes=float("nan"))
+    with pytest.raises(ValueError, match="axis_size"):
+        estimate(_work(), Axis(_PLAIN, 0))
+
+
+_SHAPES = st.tuples(
     st.sampled_from([_gather, _scatter]),
-    st.integers(1, 4096),
+    st.integers(1, 1024),
     st.integers(1, 1 << 15),
     st.integers(1, 1 << 15),
     st.integers(2, 32),
 )
+_FORMS = st.tuples(st.sampled_from([1, 2]), st.integers(1, 2))
+_HARDWARE = st.sampled_from([by_name(name) for name in names()])
 
 
-@given(_WORKS, st.booleans())
-def test_nothing_pays_on_cpu(work: RingWork, wide: bool) -> None:
+def _drawn(shape: Any, form: Any) -> tuple[RingWork, int]:
+    make, rows, k, n, axis_size = shape
+    return make(rows * axis_size * 4, k, n, axis_size, *form), axis_size
+
+
+@given(_SHAPES, _FORMS, st.booleans())
+def test_nothing_pays_on_cpu(shape: Any, form: Any, wide: bool) -> None:
+    work, axis_size = _drawn(shape, form)
     if wide:
         work = dataclasses.replace(work, collective_shard_bytes=2 * work.shard_bytes)
-    assert best(work, _CPU)[1].benefit_s <= 0
+    assert estimate(work, Axis(_CPU, axis_size)).benefit_s <= 0
 
 
-@given(_WORKS, st.sampled_from([by_name(name) for name in names()]), st.sampled_from([1, 2]))
-def test_a_ring_never_beats_the_dots_or_its_hops(
-    work: RingWork, hardware: Hardware, directions: Literal[1, 2]
-) -> None:
-    priced = estimate(work, hardware, directions=directions)
+@given(_SHAPES, _FORMS, _HARDWARE)
+def test_a_ring_never_beats_the_dots_or_its_hops(shape: Any, form: Any, hardware: Hardware) -> None:
+    work, axis_size = _drawn(shape, form)
+    priced = estimate(work, Axis(hardware, axis_size))
     slack = 1 - 1e-9
     assert priced.overlapped_s >= priced.dot_s * slack
     assert priced.overlapped_s >= max(priced.partials_s, priced.hops_s) * slack
+    assert priced.overlapped_s <= (priced.partials_s + priced.hops_s) / slack
     assert priced.hops_s >= priced.hop_latency_s * slack
 
 
-@given(_WORKS, st.sampled_from([by_name(name) for name in names()]), st.floats(1, 10))
-def test_more_bytes_on_the_wire_are_never_faster(work: RingWork, hardware: Hardware, factor: float) -> None:
+@given(_SHAPES, _FORMS, _HARDWARE, st.floats(1, 10))
+def test_more_bytes_on_the_wire_are_never_faster(
+    shape: Any, form: Any, hardware: Hardware, factor: float
+) -> None:
+    work, axis_size = _drawn(shape, form)
     heavier = dataclasses.replace(work, shard_bytes=work.shard_bytes * factor)
-    assert best(heavier, hardware)[1].overlapped_s >= best(work, hardware)[1].overlapped_s
+    axis = Axis(hardware, axis_size)
+    assert estimate(heavier, axis).overlapped_s >= estimate(work, axis).overlapped_s
 
 
 def test_the_benefit_grows_from_loss_to_gain_with_the_number_of_rows() -> None:
-    signs = [
-        best(_gather(rows, 8192, 2048, 16), _V5P)[1].benefit_s > 0 for rows in (32, 128, 512, 2048, 8192)
-    ]
+    signs = [_benefit_s(_gather, rows, 8192, 2048, 16, _V5P) > 0 for rows in (32, 128, 512, 2048, 8192)]
     assert not signs[0] and signs[-1]
     assert sum(before != after for before, after in itertools.pairwise(signs)) == 1

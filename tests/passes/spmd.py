@@ -91,11 +91,18 @@ def run_both(
 def only_directions(directions: int) -> Iterator[None]:
     """Takes only schedules of so many directions, where the chain allows it."""
 
-    def only(*args: Any) -> tuple[RingSchedule, ...]:
-        all_of_them = candidates(*args)
+    def only(*args: Any, **kwargs: Any) -> tuple[RingSchedule, ...]:
+        all_of_them = candidates(*args, **kwargs)
         return tuple(s for s in all_of_them if s.directions == directions) or all_of_them
 
     with mock.patch("passes.decide.candidates", only):
+        yield
+
+
+@contextlib.contextmanager
+def only_schedule(*schedules: RingSchedule) -> Iterator[None]:
+    """Takes one of these schedules for every chain, whatever it is."""
+    with mock.patch("passes.decide.candidates", lambda *_, **__: schedules):
         yield
 
 

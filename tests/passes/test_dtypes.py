@@ -254,7 +254,7 @@ def test_any_axis_size_and_blocks_that_do_not_divide_by_two(
         outcome = spmd.run_both(body, (x, w, contract))
     assert [site.rewritten for site in outcome.report.sites] == [True, True]
     wanted = {"unidirectional"} if directions == 1 or block == 1 else {"bidirectional"}
-    assert {site.schedule for site in outcome.report.sites} == wanted
+    assert {site.schedule.split(",")[0] for site in outcome.report.sites} == wanted
     g = np.concatenate(list(wide(x)))
     products = [np.tanh(g @ a) @ c for a, c in zip(wide(w), wide(contract), strict=True)]
     exact = [

@@ -1,0 +1,179 @@
+"""Where rewriting begins or ceases to pay: over tokens per device, axis size and the links' bandwidth.
+
+Found on the cost model itself: a scan over a geometric grid, and a bisection wherever it changes between two
+of its points whether rewriting pays. Where it changes twice between two points both are missed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from cost_model.axis import Axis
+from cost_model.explanation import explain
+from cost_model.plain_chain import Form, PlainChain, pays
+from cost_model.ring import Estimate
+
+Variable = Literal["tokens", "axis_size", "bandwidth"]
+
+AXIS_SIZES: Final = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+LARGEST: Final = 2**20
+"""Tokens per device up to which is looked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A value at which rewriting begins or ceases to pay.
+
+    Attributes:
+      at: the value; of whole numbers the first on the far side.
+      pays_above: whether rewriting pays from there on, or up to there.
+    """
+
+    at: float
+    pays_above: bool
+
+
+@dataclass(frozen=True, slots=True)
+class BreakEven:
+    """How a chain's benefit depends on one thing, all else equal.
+
+    Attributes:
+      variable: "tokens", the rows (of M) that each device contributes or keeps, all where M is not cut;
+        "axis_size", devices on the axis, with the whole dot's sizes as they are; "bandwidth", bytes per
+        second of the axis's links, one way.
+      here: the value as given.
+      points: (value, the best form's price), in ascending order; it pays as `plain_chain.pays` has it.
+      crossings: where that changes.
+    """
+
+    variable: Variable
+    here: float
+    points: tuple[tuple[float, Estimate], ...]
+    crossings: tuple[Crossing, ...]
+
+    @property
+    def pays(self) -> Literal["always", "never", "sometimes"]:
+        """In how much of what was looked at rewriting pays."""
+        gains = {pays(estimate) for _, estimate in self.points}
+        return "sometimes" if len(gains) > 1 else "always" if True in gains else "never"
+
+
+Forms = Callable[[PlainChain, Axis], Sequence[Form]]
+"""Which forms of rings are considered for a chain on an axis."""
+
+
+def break_evens(
+    chain_for: Callable[[int], PlainChain],
+    axis: Axis,
+    m: int,
+    *,
+    among: Forms | None = None,
+    resize: bool = True,
+) -> tuple[BreakEven, ...]:
+    """Scans tokens per device, axis size, and bandwidth.
+
+    Args:
+      chain_for: the chain whose dot has so many rows M, all else fixed.
+      axis: the mesh axis.
+      m: the rows M as given.
+      among: the forms of rings to consider; all if None.
+      resize: whether to look at other axis sizes too: each an axis of its own, without a topology.
+    """
+
+    def priced(chain: PlainChain, on: Axis) -> Estimate:
+        return explain(chain, on, among and among(chain, on)).best.estimate
+
+    shares = axis.size if chain_for(m).dots[0].cut == "m" else 1
+    found = [
+        _scanned(
+            "tokens",
+            m / shares,
+            _grid(1, LARGEST, m / shares),
+            lambda tokens: priced(chain_for(max(1, round(tokens)) * shares), axis),
+            whole=True,
+        )
+    ]
+    if resize:
+        sizes = sorted({*(size for size in AXIS_SIZES if size <= max(m, 2)), axis.size})
+        points = [
+            (float(size), priced(chain_for(_multiple(m, size)), Axis(axis.hardware, size)))
+            if size != axis.size
+            else (float(size), priced(chain_for(m), axis))
+            for size in sizes
+        ]
+        found.append(BreakEven("axis_size", axis.size, tuple(points), _steps(points)))
+    speed = axis.hardware.axis_bytes_per_s
+    found.append(
+        _scanned(
+            "bandwidth",
+            speed,
+            _grid(speed / 256, speed * 256, speed),
+            lambda value: priced(chain_for(m), _faster(axis, value / speed)),
+            whole=False,
+        )
+    )
+    return tuple(found)
+
+
+def _scanned(
+    variable: Variable,
+    here: float,
+    grid: Sequence[float],
+    estimate: Callable[[float], Estimate],
+    *,
+    whole: bool,
+) -> BreakEven:
+    """The prices over a grid, and the crossings between its points by bisection."""
+    points = [(value, estimate(value)) for value in grid]
+    crossings = []
+    for (low, before), (high, after) in itertools.pairwise(points):
+        if pays(before) == pays(after):
+            continue
+        pays_above = pays(after)
+        while (high - low > 1) if whole else (high / low > 1.001):
+            middle = (low + high) // 2 if whole else math.sqrt(low * high)
+            if pays(estimate(middle)) == pays_above:
+                high = middle
+            else:
+                low = middle
+        crossings.append(Crossing(high, pays_above))
+    return BreakEven(variable, here, tuple(points), tuple(crossings))
+
+
+def _steps(points: Sequence[tuple[float, Estimate]]) -> tuple[Crossing, ...]:
+    """Crossings of a scan whose points are all there is."""
+    return tuple(
+        Crossing(value, pays(after))
+        for (_, before), (value, after) in itertools.pairwise(points)
+        if pays(before) != pays(after)
+    )
+
+
+def _grid(low: float, high: float, here: float) -> list[float]:
+    """Two points per octave, and the one that matters."""
+    count = round(2 * math.log2(high / low))
+    values: Iterable[float] = (low * (high / low) ** (i / count) for i in range(count + 1))
+    if low == 1:
+        values = (float(round(value)) for value in values)
+        here = float(max(1, round(here)))
+    return sorted({*values, here})
+
+
+def _multiple(m: int, size: int) -> int:
+    """M, made divisible by an axis size."""
+    return -(-m // size) * size
+
+
+def _faster(axis: Axis, factor: float) -> Axis:
+    """The axis with links of so many times the bandwidth."""
+    hardware = dataclasses.replace(axis.hardware, link_bytes_per_s=factor * axis.hardware.link_bytes_per_s)
+    if axis.topology is None:
+        return Axis(hardware, axis.size)
+    # The same orders: which of them are best does not depend on how fast all links are alike.
+    topology = dataclasses.replace(axis.topology, hardware=hardware)
+    return dataclasses.replace(axis, hardware=hardware, topology=topology)

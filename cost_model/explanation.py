@@ -1,0 +1,311 @@
+"""A prediction term by term: what a collective and its dots cost as written, and as rings of each form.
+
+    explain(chain_of("all_gather_dot", 8192, 8192, 2048), Axis(by_name("tpu_v5p"), 16)).best.estimate
+
+Every number is the cost model's own: `matmul_s`, the axis's collectives and steps, and `estimate`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Final, Literal
+
+from cost_model.axis import Axis
+from cost_model.matmul import Matmul, matmul_s
+from cost_model.plain_chain import Form, PlainChain, forms, gather_after, pays, price, works
+from cost_model.ring import Estimate
+
+Bound = Literal["compute", "memory", "bandwidth", "latency", "nothing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DotTerm:
+    """One dot on one device.
+
+    Attributes:
+      matmul: its sizes.
+      seconds: its time.
+      overhead_s: the part that every matmul costs, however small.
+      efficiency: its FLOP/s as a fraction of the peak.
+      bound: "compute", or "memory" where it waits for operands from HBM: see `WAITING`.
+    """
+
+    matmul: Matmul
+    seconds: float
+    overhead_s: float
+    efficiency: float
+    bound: Bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveTerm:
+    """The collective as written.
+
+    Attributes:
+      full_bytes: V, of the whole array.
+      seconds: its time.
+      latency_s: what it takes however few the bytes.
+      bound: "bandwidth", or "latency" where fewer bytes would not help.
+    """
+
+    full_bytes: float
+    seconds: float
+    latency_s: float
+    bound: Bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """The chain as rings of one form. Prologue, steady state and epilogue add up to `estimate.overlapped_s`.
+
+    Attributes:
+      form: how the rings run.
+      estimate: the price, as of the pass.
+      partials: one piece of each dot.
+      steps: ring steps with partial dots, P; of a form with columns those of all columns.
+      hops: ring steps with a hop.
+      step_dots_s: partial dots of one step, with the additions and copies between them, on average.
+      step_hop_s: all hops of one step, on average.
+      hop_bound: "bandwidth", or "latency" where smaller shards would travel no faster.
+      prologue_s: before the first hop has anything to send: a scatter ring's first partial dots.
+      steady_s: hops beside partial dots.
+      epilogue_s: after the last hop: a gather ring's last partial dots; a psum's gather.
+      exposed_s: time in which nothing is multiplied.
+    """
+
+    form: Form
+    estimate: Estimate
+    partials: tuple[Matmul, ...]
+    steps: int
+    hops: int
+    step_dots_s: float
+    step_hop_s: float
+    hop_bound: Bound
+    prologue_s: float
+    steady_s: float
+    epilogue_s: float
+    exposed_s: float
+
+    def lines(self, whole: bool) -> list[str]:
+        """The terms in words; without `whole` only the sum."""
+        total = self.estimate.overlapped_s
+        lines = [f"As {'rings' if self.form.pieces > 1 else 'a ring'}, {self.form}: {_us(total).strip()}"]
+        if not whole:
+            return lines
+        slower = "the hop" if self.step_hop_s > self.step_dots_s else "the dots"
+        pieces = ", ".join(f"[{of.m},{of.k}]·[{of.k},{of.n}]" for of in self.partials)
+        return [
+            *lines,
+            f"  {_us(self.prologue_s)}  prologue: partial dots before the first hop",
+            f"  {_us(self.steady_s)}  steady state: {self.hops} × a hop beside a step's partial dots; "
+            f"{slower} take{'s' if slower == 'the hop' else ''} longer",
+            f"  {_us(self.epilogue_s)}  epilogue: what comes after the last hop",
+            f"  of which a step's dots {_us(self.step_dots_s).strip()} (pieces {pieces}; all of them "
+            f"{_us(self.estimate.partials_s).strip()} in {self.steps} steps)",
+            f"  and a step's hop {_us(self.step_hop_s).strip()}, bound by {self.hop_bound} (all of them "
+            f"{_us(self.estimate.hops_s).strip()}, latency alone {_us(self.estimate.hop_latency_s).strip()})",
+            f"  exposed, nothing being multiplied: {_us(max(0.0, self.exposed_s)).strip()}",
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What is predicted of a chain, and why.
+
+    Attributes:
+      chain: the chain.
+      axis: the mesh axis.
+      dots: the dots as written.
+      collective: the collective as written.
+      candidates: forms of rings, the fastest first.
+    """
+
+    chain: PlainChain
+    axis: Axis
+    dots: tuple[DotTerm, ...]
+    collective: CollectiveTerm
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def best(self) -> Candidate:
+        """The form of the largest benefit."""
+        return self.candidates[0]
+
+    @property
+    def pays(self) -> bool:
+        """Whether the best form gains more than a prediction may be off: see `plain_chain.pays`."""
+        return pays(self.best.estimate)
+
+    def __str__(self) -> str:
+        """Every term in words and numbers."""
+        hardware = self.axis.hardware
+        where = str(self.axis.topology) if self.axis.topology else _network(self.axis)
+        lines = [f"{self.chain.pattern} over {self.axis.size} devices of {hardware.name} ({where})", ""]
+        lines.append("As written, one after the other:")
+        for dot in self.dots:
+            of = dot.matmul
+            batch = f"{of.batch}×" if of.batch > 1 else ""
+            lines.append(
+                f"  {_us(dot.seconds)}  dot {batch}[{of.m},{of.k}]·[{of.k},{of.n}] {of.dtype}: "
+                f"{dot.efficiency:.0%} of the peak, bound by {dot.bound}; {_us(dot.overhead_s).strip()} "
+                "of it is what any matmul costs"
+            )
+        moved = self.collective
+        lines.append(
+            f"  {_us(moved.seconds)}  {_COLLECTIVE[self.chain.pattern]} of {_mib(moved.full_bytes)}, bound "
+            f"by {moved.bound}; {_us(moved.latency_s).strip()} however few the bytes"
+        )
+        lines += [f"  {_us(self.best.estimate.original_s)}  together", ""]
+        for number, candidate in enumerate(self.candidates):
+            lines += [*candidate.lines(number == 0), ""]
+        gain_s = self.best.estimate.benefit_s
+        share = abs(gain_s) / self.best.estimate.original_s
+        verdict = f"saves {_us(gain_s).strip()} ({share:.1%}): rewriting pays"
+        if not self.pays:
+            verdict = verdict.replace(
+                ": rewriting pays", ", less than a prediction may be off: left as it is"
+            )
+        if gain_s <= 0:
+            verdict = f"loses {_us(-gain_s).strip()} ({share:.1%}): left as it is"
+        lines.append(f"The best ring, {self.best.form}, {verdict}.")
+        if not hardware.overlaps:
+            lines.append("This hardware runs no communication beside compute: hops and dots take turns.")
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as JSON values; seconds and bytes."""
+        first = self.best.estimate
+        return {
+            "pattern": self.chain.pattern,
+            "hardware": self.axis.hardware.name,
+            "axis_size": self.axis.size,
+            "topology": None if self.axis.topology is None else str(self.axis.topology),
+            "dtype": self.chain.dtype,
+            "original_s": first.original_s,
+            "pays": self.pays,
+            "dots": [dataclasses.asdict(dot) for dot in self.dots],
+            "collective": dataclasses.asdict(self.collective),
+            "candidates": [
+                {
+                    **dataclasses.asdict(candidate),
+                    "name": str(candidate.form),
+                    "benefit_s": candidate.estimate.benefit_s,
+                }
+                for candidate in self.candidates
+            ],
+        }
+
+
+def explain(chain: PlainChain, axis: Axis, among: Sequence[Form] | None = None) -> Explanation:
+    """Prices a chain term by term.
+
+    Args:
+      chain: see `chain_of`.
+      axis: the mesh axis.
+      among: forms of rings to price; all that fit if None.
+
+    Raises:
+      ValueError: the axis has one device, so that nothing is communicated.
+    """
+    if axis.size < 2:
+        raise ValueError("an axis of one device communicates nothing: give at least 2")
+    candidates = [_candidate(chain, form, axis) for form in among or forms(chain, axis)]
+    # A stable sort: of equals the simplest stays first, as the pass has it.
+    candidates.sort(key=lambda candidate: -candidate.estimate.benefit_s)
+    return Explanation(
+        chain=chain,
+        axis=axis,
+        dots=tuple(_dot(dot.matmul, axis) for dot in chain.dots),
+        collective=_collective(chain, axis),
+        candidates=tuple(candidates),
+    )
+
+
+WAITING: Final = 0.9
+"""A dot is bound by memory if it took less than this part of its time with its operands on chip."""
+
+_COLLECTIVE: Final = {
+    "all_gather_dot": "all_gather",
+    "dot_reduce_scatter": "reduce_scatter",
+    "dot_psum": "psum",
+    "all_to_all_dot": "all_to_all",
+    "dot_all_to_all": "all_to_all",
+}
+
+
+def _network(axis: Axis) -> str:
+    if axis.hardware.network == "switch":
+        return "behind one switch"
+    return "a ring of its own" if axis.hardware.has_wraparound(axis.size) else "a line, no wraparound"
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:10,.1f} µs"
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"
+
+
+def _dot(matmul: Matmul, axis: Axis) -> DotTerm:
+    hardware = axis.hardware
+    seconds = matmul_s(matmul, hardware)
+    on_chip_s = matmul_s(matmul, hardware, on_chip_bytes=matmul.bytes)
+    return DotTerm(
+        matmul=matmul,
+        seconds=seconds,
+        overhead_s=matmul_s(Matmul(m=1, k=1, n=1, dtype=matmul.dtype), hardware),
+        efficiency=matmul.flops / hardware.flops_for(matmul.dtype) / seconds,
+        bound="memory" if on_chip_s < WAITING * seconds else "compute",
+    )
+
+
+def _collective(chain: PlainChain, axis: Axis) -> CollectiveTerm:
+    seconds, latency_s = _collective_s(chain, axis, chain.moved_bytes), _collective_s(chain, axis, 0)
+    return CollectiveTerm(
+        full_bytes=chain.moved_bytes,
+        seconds=seconds,
+        latency_s=latency_s,
+        bound="bandwidth" if seconds > latency_s else "latency",
+    )
+
+
+def _collective_s(chain: PlainChain, axis: Axis, full_bytes: float) -> float:
+    if "all_to_all" in chain.pattern:
+        # V of an all_to_all is that of all devices together.
+        return axis.all_to_all_s(axis.size * full_bytes)
+    if chain.pattern == "dot_psum":
+        return axis.reduce_scatter_s(full_bytes) + axis.all_gather_s(full_bytes)
+    return axis.all_gather_s(full_bytes) if chain.gathers else axis.reduce_scatter_s(full_bytes)
+
+
+def _candidate(chain: PlainChain, form: Form, axis: Axis) -> Candidate:
+    priced = price(chain, form, axis)
+    (work,) = works(chain, form, axis) or (None,)
+    columns = 1 if work is None else work.columns
+    steps, hops = axis.size * columns, (axis.size - 1) * columns
+    # A psum's gather comes after its ring and is no part of the steps.
+    gather = gather_after(chain, axis) if chain.pattern == "dot_psum" else None
+    gather_s = 0.0 if gather is None else gather.overlapped_s
+    step_dots_s = (priced.partials_s - (0.0 if gather is None else gather.partials_s)) / steps
+    alone_s = step_dots_s * columns
+    ring_s = priced.overlapped_s - gather_s
+    return Candidate(
+        form=form,
+        estimate=priced,
+        partials=tuple(dot.piece(Fraction(1, axis.size)) for dot in chain.dots)
+        if work is None
+        else work.piece,
+        steps=steps,
+        hops=hops,
+        step_dots_s=step_dots_s,
+        step_hop_s=priced.hops_s / hops,
+        hop_bound="bandwidth" if priced.hops_s > priced.hop_latency_s else "latency",
+        prologue_s=0.0 if chain.gathers else alone_s,
+        steady_s=ring_s - alone_s,
+        epilogue_s=gather_s + (alone_s if chain.gathers else 0.0),
+        exposed_s=priced.overlapped_s - priced.partials_s,
+    )

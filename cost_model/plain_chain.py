@@ -1,0 +1,341 @@
+"""A collective with its dots, known by pattern, sizes and dtype alone, and its price as rings."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final, Literal, get_args
+
+from cost_model.axis import Axis, Directions
+from cost_model.dtypes import dtype_bytes, parse_dtype
+from cost_model.exchange import exchange_estimate
+from cost_model.matmul import Matmul
+from cost_model.ring import Estimate, RingWork, estimate
+
+Pattern = Literal["all_gather_dot", "dot_reduce_scatter", "dot_psum", "all_to_all_dot", "dot_all_to_all"]
+PATTERNS: Final[tuple[Pattern, ...]] = get_args(Pattern)
+Dim = Literal["batch", "m", "k", "n"]
+
+MOST_PIECES: Final = 4
+"""Hops in flight at once that compilers can schedule, where hops overlap at all; else it is one."""
+
+LEAST_GAIN: Final = 0.05
+"""Part of the original time that a ring must be predicted to gain, as the pass asks for."""
+
+LEAST_COLUMN: Final = 256
+"""Elements below which a column makes a matmul too narrow for the matrix unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainDot:
+    """A dot of a chain, with the sizes that one device computes before the rewrite.
+
+    Attributes:
+      matmul: the whole dot.
+      cut: the dim of it that is gathered or scattered: one block of it is one ring step's.
+      apart: whether the blocks of a scatter's operand do not lie together in memory, so that each is copied
+        before its dot; None: as in `[m, k] · [k, n]`, where those of n do not.
+    """
+
+    matmul: Matmul
+    cut: Dim
+    apart: bool | None = None
+
+    @property
+    def copied_bytes(self) -> float:
+        """Bytes of the blocks that are copied before a scatter ring's dots."""
+        if not (self.cut == "n" if self.apart is None else self.apart):
+            return 0.0
+        of = self.matmul
+        return of.batch * of.k * (of.m if self.cut == "m" else of.n) * dtype_bytes(of.dtype)
+
+    def piece(self, share: Fraction, second: tuple[Dim, Fraction] | None = None) -> Matmul:
+        """The dot on a share of the cut dim, and perhaps of a second one, sizes rounded up."""
+        sizes = {self.cut: math.ceil(getattr(self.matmul, self.cut) * share)}
+        if second is not None:
+            sizes[second[0]] = math.ceil(getattr(self.matmul, second[0]) * second[1])
+        return dataclasses.replace(self.matmul, **sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainChain:
+    """One collective with its dots.
+
+    Attributes:
+      pattern: what stands there, by the names that reports give it.
+      dots: the dots that the gathered array feeds, or those whose sum is scattered.
+      elements: of the whole array that the collective moves, V / bytes per element: what a device holds after
+        a gather and before a scatter; for an all_to_all what it holds before and after.
+      dtype: of that array.
+      free: the largest dim of what travels (of a gather) that is not cut and that the dot keeps, or of the
+        operand that is not cut (of a scatter); None where there is none, or several dots.
+      handed_out: whether the gathered array is also needed whole.
+
+    Raises:
+      ValueError: there is no dot, a size is below 1, or a scatter cuts a contracting dim.
+    """
+
+    pattern: Pattern
+    dots: tuple[PlainDot, ...]
+    elements: int
+    dtype: str = "bfloat16"
+    free: Dim | None = None
+    handed_out: bool = False
+
+    def __post_init__(self) -> None:
+        if self.pattern not in PATTERNS:
+            raise ValueError(f"unknown pattern {self.pattern!r}; known: {', '.join(PATTERNS)}")
+        if not self.dots or self.elements < 1:
+            raise ValueError(f"a chain has at least one dot and one element to move, got {self}")
+        if not self.gathers and any(dot.cut == "k" for dot in self.dots):
+            raise ValueError(f"{self.pattern} scatters a result's dim: cut m, n or batch, not k")
+        dtype_bytes(self.dtype)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the collective comes before the dots."""
+        return self.pattern in ("all_gather_dot", "all_to_all_dot")
+
+    @property
+    def moved_bytes(self) -> float:
+        """Bytes of the whole array, V."""
+        return self.elements * dtype_bytes(self.dtype)
+
+    def unit(self, axis_size: int) -> int:
+        """Into how many equal parts one device's block of every dot can be cut."""
+        return math.gcd(*(getattr(dot.matmul, dot.cut) // axis_size for dot in self.dots))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How the rings run: the part of a ring schedule that has a price. See `RingWork` for the fields."""
+
+    directions: Directions = 1
+    rings: int = 1
+    chains: int = 1
+    columns: int = 1
+    across: bool = False
+    joined: bool = False
+    wide_wire: bool = False
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a shard, and so of a step."""
+        return self.directions * self.rings * self.chains
+
+    def __str__(self) -> str:
+        words = ["unidirectional" if self.directions == 1 else "bidirectional"]
+        if self.rings > 1:
+            words.append(f"{self.rings} rings")
+        if self.chains > 1:
+            words.append(f"{self.chains} chains")
+        if self.columns > 1:
+            words.append(f"{self.columns} columns")
+        if self.across:
+            words.append("cut across")
+        if self.joined:
+            words.append("joined")
+        if self.wide_wire:
+            words.append("float32 wire")
+        return ", ".join(words)
+
+
+EXCHANGE: Final = Form()
+"""The one form of an all_to_all chain: every block goes straight to where it belongs."""
+
+
+def chain_of(
+    pattern: Pattern,
+    m: int,
+    k: int,
+    n: int,
+    *,
+    dtype: str = "bfloat16",
+    cut: Literal["m", "k", "n"] = "m",
+    operand: Literal["lhs", "rhs"] | None = None,
+    handed_out: bool = False,
+) -> PlainChain:
+    """The chain around one dot `[m, k] · [k, n]`, with the sizes that one device computes.
+
+    Args:
+      pattern: the chain's.
+      m, k, n: the whole dot on one device: after a gather, before a scatter.
+      dtype: of operands and result.
+      cut: the dim that is gathered or scattered.
+      operand: which operand is gathered, where `cut` is k: "lhs" if None. m is of the lhs, n of the rhs.
+      handed_out: whether a gathered array is also needed whole.
+
+    Raises:
+      ValueError: a size is below 1, the dtype is unknown, or the pattern does not cut that dim.
+    """
+    if min(m, k, n) < 1:
+        raise ValueError(f"a dot's sizes are at least 1, got M, K, N = {m}, {k}, {n}")
+    gathers = pattern in ("all_gather_dot", "all_to_all_dot")
+    side = {"m": "lhs", "n": "rhs", "k": operand or "lhs"}[cut]
+    if operand is not None and operand != side:
+        raise ValueError(f"{cut} is no dim of the {operand}")
+    free: Dim | None
+    if gathers:
+        elements = m * k if side == "lhs" else k * n
+        free = None
+        if cut == "k" and not handed_out and pattern == "all_gather_dot":
+            free = "m" if side == "lhs" else "n"
+    else:
+        elements = m * n
+        free = ("n" if cut == "m" else "m") if pattern != "dot_all_to_all" else None
+    matmul = Matmul(m=m, k=k, n=n, dtype=dtype)
+    return PlainChain(
+        pattern=pattern,
+        dots=(PlainDot(matmul, cut),),
+        elements=elements,
+        dtype=dtype,
+        free=free,
+        handed_out=handed_out and gathers,
+    )
+
+
+def forms(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
+    """Every form of ring that the chain can take on this axis, the simplest first."""
+    if "all_to_all" in chain.pattern:
+        return (EXCHANGE,)
+    unit = chain.unit(axis.size)
+    most = MOST_PIECES if axis.hardware.opposite_hops_overlap else 1
+    # XLA:CPU adds narrow floats up in float32 when it scatters, and so do rings there.
+    wide = not chain.gathers and axis.hardware.name == "cpu"
+    fitting = [
+        dataclasses.replace(form, wide_wire=wide)
+        for form in _all(chain, max(1, len(axis.orders)))
+        if form.pieces <= most and _fits(chain, form, unit)
+    ]
+    return tuple(fitting) or (Form(wide_wire=wide),)
+
+
+def works(chain: PlainChain, form: Form, axis: Axis) -> tuple[RingWork, ...]:
+    """The rings of a chain: one; for a psum that of its scatter. None for an all_to_all."""
+    if "all_to_all" in chain.pattern:
+        return ()
+    return (_gather_work(chain, form, axis) if chain.gathers else _scatter_work(chain, form, axis),)
+
+
+def price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
+    """The predicted times of the chain as it stands, and as rings of this form.
+
+    As `passes.pricing` has it of a program: a psum is a scatter ring and then a gather of its own.
+    """
+    if "all_to_all" in chain.pattern:
+        share = Fraction(1, axis.size)
+        return exchange_estimate(
+            block_bytes=chain.moved_bytes / axis.size,
+            matmuls=tuple(dot.matmul for dot in chain.dots),
+            partials=tuple(dot.piece(share) for dot in chain.dots),
+            axis=axis,
+        )
+    (work,) = works(chain, form, axis)
+    priced = estimate(work, axis)
+    return priced + gather_after(chain, axis) if chain.pattern == "dot_psum" else priced
+
+
+def gather_after(chain: PlainChain, axis: Axis) -> Estimate:
+    """The second half of a psum: an all_gather, the same before and after; after, its result is copied."""
+    gather_s = axis.all_gather_s(chain.moved_bytes)
+    copy_s = 2 * chain.moved_bytes / axis.hardware.hbm_bytes_per_s
+    return Estimate(
+        dot_s=0.0,
+        collective_s=gather_s,
+        partials_s=copy_s,
+        hops_s=0.0,
+        hop_latency_s=0.0,
+        overlapped_s=gather_s + copy_s,
+    )
+
+
+def pays(priced: Estimate) -> bool:
+    """Whether rings gain more than a prediction may be off: `LEAST_GAIN` of the time as written."""
+    return priced.original_s > 0 and priced.benefit_s / priced.original_s >= LEAST_GAIN
+
+
+def best(chain: PlainChain, axis: Axis, among: tuple[Form, ...] | None = None) -> tuple[Form, Estimate]:
+    """The form of the largest predicted benefit, the first of equals, and its price."""
+    priced = [(form, price(chain, form, axis)) for form in among or forms(chain, axis)]
+    return max(priced, key=lambda pair: pair[1].benefit_s)
+
+
+def _all(chain: PlainChain, most_rings: int) -> Iterator[Form]:
+    ways: tuple[Directions, ...] = (1, 2)
+    for directions, rings in itertools.product(ways, range(1, most_rings + 1)):
+        base = Form(directions=directions, rings=rings)
+        if chain.gathers:
+            for columns, joined in itertools.product((1, 2, 4, 8), (False, True)):
+                yield dataclasses.replace(base, columns=columns, joined=joined)
+        else:
+            for chains, across in itertools.product((1, 2), (False, True)):
+                yield dataclasses.replace(base, chains=chains, across=across)
+
+
+def _fits(chain: PlainChain, form: Form, unit: int) -> bool:
+    """Whether the blocks can be cut into so many pieces and columns."""
+    if form.pieces == 1 and (form.joined or form.across):
+        return False
+    size = 0 if chain.free is None else getattr(chain.dots[0].matmul, chain.free)
+    if form.across:
+        return form.pieces <= size
+    return form.pieces <= unit and (form.columns == 1 or size // form.columns >= LEAST_COLUMN)
+
+
+def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
+    pieces = 1 if form.joined else form.pieces
+    second = None
+    if chain.free is not None and form.columns > 1:
+        second = (chain.free, Fraction(1, form.columns))
+    summed = [dot.matmul for dot in chain.dots if dot.cut == "k"]
+    sum_bytes = sum(
+        each.batch * each.m * each.n * _accumulator_bytes(each.out_dtype or each.dtype) for each in summed
+    )
+    return RingWork(
+        collective="all_gather",
+        shard_bytes=chain.moved_bytes / axis.size,
+        collective_shard_bytes=chain.moved_bytes / axis.size,
+        matmuls=tuple(dot.matmul for dot in chain.dots),
+        piece=tuple(dot.piece(Fraction(1, axis.size * pieces), second) for dot in chain.dots),
+        directions=form.directions,
+        rings=form.rings,
+        chains=form.chains,
+        columns=form.columns,
+        joined=form.joined,
+        accumulator_bytes=sum_bytes / form.columns,
+        hands_out_gathered=chain.handed_out,
+    )
+
+
+def _scatter_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
+    share, second = Fraction(1, axis.size), None
+    fused = axis.hardware.fuses_additions and form.pieces > 1
+    if form.across and chain.free is not None:
+        second = (chain.free, Fraction(1, form.pieces))
+    else:
+        share /= form.pieces
+    wide_bytes = chain.elements * _accumulator_bytes(chain.dtype) / axis.size
+    narrow_bytes = chain.moved_bytes / axis.size
+    copied_bytes = 2 * sum(dot.copied_bytes for dot in chain.dots) / axis.size
+    return RingWork(
+        collective="reduce_scatter",
+        shard_bytes=wide_bytes if form.wide_wire else narrow_bytes,
+        collective_shard_bytes=narrow_bytes,
+        matmuls=tuple(dot.matmul for dot in chain.dots),
+        piece=tuple(dot.piece(share, second) for dot in chain.dots),
+        directions=form.directions,
+        rings=form.rings,
+        chains=form.chains,
+        fused=fused,
+        apart_bytes=copied_bytes if fused else copied_bytes + 3 * wide_bytes,
+    )
+
+
+def _accumulator_bytes(dtype: str) -> float:
+    """Bytes per element of partial sums: floats narrower than 32 bits are added up in float32."""
+    kind, bits = parse_dtype(dtype)
+    return max(bits, 32 if kind == "float" else 0) / 8

@@ -1,0 +1,186 @@
+"""``policy="autotune"``: runs a chain and its rings on the attached devices and takes the wall-clock time."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from overlap.schedule_cache import record, times_of
+from overlap.trial_target import Target
+from overlap.trial_times import Failed, Timed, Times
+from overlap.verify import compiled_for, failed, one_line, temporary_bytes
+from passes import Excerpt, RingSchedule
+
+logger = logging.getLogger("overlap")
+
+WARM_UPS: Final = 2
+"""Calls of each program before the timed ones."""
+
+ROUNDS: Final = 10
+"""Samples of each program; all programs take turns."""
+
+CALLS: Final = 4
+"""Calls per sample, sent off one after the other so that the device does not wait for the host."""
+
+MESSAGE_BYTES: Final = 1 << 14
+"""Length of what process 0 tells the others."""
+
+
+def measurable(target: Target) -> bool:
+    """Whether the programs of a target can be timed: its devices are there, and all processes take part.
+
+    Processes must decide alike, so what one of them measured is told to all; that takes them all.
+    """
+    if not target.attached:
+        return False
+    return target.processes in ({jax.process_index()}, set(range(jax.process_count())))
+
+
+def measured_times(
+    program: Excerpt,
+    schedules: Sequence[RingSchedule],
+    target: Target,
+    done: Callable[[], None],
+) -> Times | None:
+    """The median wall-clock times of a chain and of its rings, run in turn.
+
+    Args:
+      program: the chain.
+      schedules: the rings to try.
+      target: what to run on; ``measurable``.
+      done: called after each program.
+
+    Returns:
+      The times, those of process 0 in every process; None where the chain as written cannot be run.
+    """
+    versions = [program.original, *map(program.ring, schedules)]
+    runs: list[Any] = []
+    for version in versions:
+        try:
+            runs.append(compiled_for(version, program.arguments, target))
+        except Exception as error:
+            runs.append(error)
+        done()
+    values: list[Any] = []
+    try:
+        values = [some(argument, number) for number, argument in enumerate(program.arguments)]
+        jax.block_until_ready(values)
+    except Exception as error:
+        runs[0] = error
+    # What one process cannot run, none may: the others would wait for it.
+    runs = _where_all(target, runs)
+    if isinstance(runs[0], Exception):
+        logger.debug("the chain as written cannot be run: %s", one_line(runs[0]))
+        return None
+    for number, run in enumerate(runs):
+        try:
+            for _ in range(WARM_UPS if not isinstance(run, Exception) else 0):
+                jax.block_until_ready(run(*values))
+        except Exception as error:
+            runs[number] = error
+    runs = _where_all(target, runs)
+    if isinstance(runs[0], Exception):
+        logger.debug("the chain as written cannot be run: %s", one_line(runs[0]))
+        return None
+    seconds = race([run if not isinstance(run, Exception) else None for run in runs], values, _calls(target))
+    found: list[Timed | Failed] = [
+        failed(schedule, run, lasting=False)
+        if isinstance(run, Exception)
+        else Timed(median, temporary_bytes(run))
+        for schedule, run, median in zip(schedules, runs[1:], seconds[1:], strict=True)
+    ]
+    return agreed(Times(Timed(seconds[0], temporary_bytes(runs[0])), tuple(found)), schedules, target)
+
+
+def race(
+    runs: Sequence[Callable[..., Any] | None],
+    values: Sequence[Any],
+    calls: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Median seconds of one call of each function; 0 where there is none.
+
+    They run in turn, and a round begins one further along than the last: what disturbs the machine for a
+    while disturbs them all.
+    """
+    samples: list[list[float]] = [[] for _ in runs]
+    for first in range(ROUNDS):
+        for number in [*range(len(runs))[first % len(runs) :], *range(len(runs))[: first % len(runs)]]:
+            run = runs[number]
+            if run is None:
+                continue
+            begin_s = clock()
+            results = None
+            for _ in range(calls):
+                results = run(*values)
+            jax.block_until_ready(results)
+            samples[number].append((clock() - begin_s) / calls)
+    return [statistics.median(taken) if taken else 0.0 for taken in samples]
+
+
+def some(argument: jax.ShapeDtypeStruct, seed: int) -> Any:
+    """Values of an argument, placed as it says: of both signs, or 0 to 7 for integers.
+
+    Zeros would not do: accelerators compute with them in less power, and so at a higher clock.
+    """
+
+    def make() -> Any:
+        uniform = jax.random.uniform(jax.random.key(seed), argument.shape, jnp.float32, -1, 1)
+        if argument.dtype == jnp.bool_:
+            return uniform > 0
+        if jnp.issubdtype(argument.dtype, jnp.integer):
+            return (4 * uniform + 4).astype(argument.dtype)
+        return uniform.astype(argument.dtype)
+
+    # Compiled ahead: a call would become part of a program that is being traced.
+    return jax.jit(make, out_shardings=argument.sharding).lower().compile()()
+
+
+def agreed(times: Times | None, schedules: Sequence[RingSchedule], target: Target) -> Times | None:
+    """What process 0 found, in every process; each must call this."""
+    if len(target.processes) == 1:
+        return times
+    from jax.experimental import multihost_utils
+
+    text = "null" if times is None else json.dumps(record("", times, schedules))
+    message = np.frombuffer(text.encode().ljust(MESSAGE_BYTES), np.uint8)
+    told = json.loads(_apart(multihost_utils.broadcast_one_to_all, message).tobytes())
+    return None if told is None else times_of(told, "", schedules)
+
+
+def _where_all(target: Target, runs: Sequence[Any]) -> list[Any]:
+    """What can be run in every process; in place of the rest, the error or word of another's."""
+    if len(target.processes) == 1:
+        return list(runs)
+    from jax.experimental import multihost_utils
+
+    own = np.array([not isinstance(run, Exception) for run in runs])
+    everywhere = _apart(multihost_utils.process_allgather, own)
+    elsewhere = RuntimeError("it failed in another process")
+    return [
+        run if good or isinstance(run, Exception) else elsewhere
+        for run, good in zip(runs, np.all(everywhere, axis=0).flat, strict=True)
+    ]
+
+
+def _apart(exchange: Callable[[Any], Any], value: np.ndarray) -> np.ndarray:
+    """Exchanges values among the processes, in a thread of its own.
+
+    A function is being traced in this one, so what is called here would become part of its program.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: np.asarray(exchange(value))).result()
+
+
+def _calls(target: Target) -> int:
+    """Calls in flight at once. On CPU one: programs that wait for the same threads can stop each other."""
+    return 1 if target.devices[0].platform == "cpu" else CALLS

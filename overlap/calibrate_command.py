@@ -1,0 +1,163 @@
+"""The command ``calibrate``: measures the attached devices, and writes what ``hardware=`` takes."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from cost_model.calibration import Calibration
+from overlap.calibration import Progress, calibrate
+from overlap.units import digits, duration, percent
+
+FAILED: Final = 2
+"""The exit status when nothing could be measured, or the file not written."""
+
+NOISY: Final = 0.2
+"""A spread above which the figures deserve a warning."""
+
+
+def add_commands(commands: Any) -> None:
+    """Adds ``calibrate`` to argparse's subcommands."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure the attached devices for the cost model",
+        description=(
+            "Times matmuls, memory, and the links of every mesh axis on all attached devices, and fits the "
+            "cost model to them. What one device cannot tell is kept from the chip's table, and named."
+        ),
+        epilog=(
+            "In a job of several processes, run it in each, with --distributed where JAX finds the others "
+            "by itself, or with the three options that name them. Process 0 writes. docs/cost_model.md tells "
+            "more."
+        ),
+    )
+    parser.add_argument("--out", metavar="FILE", help="where the JSON goes (default: stdout)")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes and rounds: seconds, not minutes")
+    parser.add_argument(
+        "--mesh", metavar="SHAPE", help="devices along each axis to measure, such as 2x4 (default: one axis)"
+    )
+    parser.add_argument("--distributed", action="store_true", help="call jax.distributed.initialize first")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="address of process 0")
+    parser.add_argument("--processes", type=int, metavar="COUNT", help="how many processes there are")
+    parser.add_argument("--process", type=int, metavar="NUMBER", help="which of them this is, from 0")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Does what the command line says; the exit status is 0, or 2 with a sentence on stderr."""
+    import jax
+
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    try:
+        mesh_shape = _mesh(arguments.mesh)
+        _join(arguments)
+        main = jax.process_index() == 0
+        with _progress(main) as progress:
+            found = calibrate(mesh_shape=mesh_shape, quick=arguments.quick, progress=progress)
+        if main and arguments.out is not None:
+            found.write(arguments.out)
+    except OSError as error:
+        print(f"overlap calibrate: {arguments.out} cannot be written ({error.strerror})", file=sys.stderr)
+        return FAILED
+    except (ValueError, RuntimeError) as error:
+        print(f"overlap calibrate: {error}", file=sys.stderr)
+        return FAILED
+    if not main:
+        return 0
+    table = sys.stderr if arguments.out is None else sys.stdout
+    print(text(found), file=table)
+    if arguments.out is None:
+        print(found.to_json())
+    else:
+        print(f"Wrote {arguments.out}; give it as hardware=.", file=table)
+    return 0
+
+
+def text(found: Calibration) -> str:
+    """The figures, for people."""
+    hardware = found.hardware
+    where = f"{found.devices} × {found.device_kind}"
+    if found.processes > 1:
+        where += f" in {found.processes} processes"
+    lines = [f"Measured on {where}, jax {found.jax_version}:"]
+    spread, error = dict(found.spread), dict(found.error)
+    for dtype in found.dtypes:
+        reached = hardware.matmul_efficiency * hardware.flops_for(dtype)
+        rate = f"{digits(reached / 1e12)} TFLOP/s" if reached >= 1e12 else f"{digits(reached / 1e9)} GFLOP/s"
+        lines.append(f"  matmuls of {dtype:<10}   up to {rate}")
+    lines.append(
+        f"  a matmul's overhead     {duration(hardware.matmul_overhead_s)}, padded to multiples of "
+        f"{'×'.join(map(str, hardware.matmul_tile))}"
+    )
+    lines.append(f"  main memory             {digits(hardware.hbm_bytes_per_s / 1e9)} GB/s")
+    for number, axis in enumerate(found.axes):
+        lines.append(
+            f"  axis {number} of {axis.size} ({axis.between}): {duration(axis.latency_s)} latency, "
+            f"{digits(axis.bytes_per_s / 1e9)} GB/s one way, opposite hops "
+            f"{'overlap' if axis.opposite_hops_overlap else 'take turns'}, hops beside matmuls "
+            f"{'are hidden' if axis.overlaps else 'are not hidden'}"
+        )
+    for what, value in spread.items():
+        fitted = f", fit off by {percent(error[what], 1)}" if what in error else ""
+        lines.append(f"  spread of {what}: ±{percent(value, 1)}{fitted}")
+    lines.append(f"Not measured, kept from the table of {hardware.name}: {', '.join(found.kept)}")
+    if max(spread.values(), default=0.0) > NOISY:
+        lines.append("Warning: the times vary a lot. Is something else running here? Measure again.")
+    return "\n".join(lines)
+
+
+def _mesh(given: str | None) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", given):
+        raise ValueError(f"--mesh {given} is no shape of a mesh, such as 8 or 2x4")
+    return tuple(map(int, given.split("x")))
+
+
+def _join(arguments: argparse.Namespace) -> None:
+    """Becomes one process of a job, if the options say so.
+
+    Raises:
+      ValueError: only some of the three options are given.
+      RuntimeError: the other processes are not found.
+    """
+    import jax
+
+    named = (arguments.coordinator, arguments.processes, arguments.process)
+    if any(each is not None for each in named) and not all(each is not None for each in named):
+        raise ValueError("--coordinator, --processes and --process belong together: give all three")
+    if named[0] is None and not arguments.distributed:
+        return
+    # Read by the CPU backend alone.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if named[0] is None:
+        jax.distributed.initialize()
+    else:
+        jax.distributed.initialize(named[0], named[1], named[2])
+
+
+@contextmanager
+def _progress(main: bool) -> Iterator[Progress | None]:
+    """A bar on stderr, if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not (main and console.is_terminal):
+        yield None
+        return
+    columns = (
+        TextColumn("measuring"),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f} %"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("measuring", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

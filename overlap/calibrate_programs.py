@@ -1,0 +1,136 @@
+"""The programs that a calibration times: loops of matmuls, copies and hops on all devices at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from cost_model import Matmul, dtype_bytes
+
+Run = Callable[[int], None]
+"""Does a thing so many times on every device, and waits until it is done."""
+
+
+class Programs(Protocol):
+    """What can be timed."""
+
+    def matmul(self, matmul: Matmul) -> Run:
+        """One matmul after another, each waiting for the one before."""
+
+    def copy(self, size: int) -> Run:
+        """Reads and writes an array of so many bytes."""
+
+    def hop(self, axis: str, size: int, *, both: bool) -> Run:
+        """Every device sends so many bytes to its next neighbour; and as many to the one before, if both."""
+
+    def beside(self, axis: str, size: int, matmul: Matmul) -> Run:
+        """A hop, and a matmul that does not wait for it."""
+
+
+class MeshPrograms:
+    """The programs on the devices of a mesh; in several processes each must make and run the same ones."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+
+    def matmul(self, matmul: Matmul) -> Run:
+        """See `Programs`."""
+
+        def loop(count: Any, x: Any, w: Any) -> Any:
+            return lax.fori_loop(0, count, lambda _, x: _multiplied(x, w), x)
+
+        return self._run(loop, *_operands(matmul))
+
+    def copy(self, size: int) -> Run:
+        """See `Programs`."""
+
+        def loop(count: Any, x: Any) -> Any:
+            return lax.fori_loop(0, count, lambda _, x: x + 1, x)
+
+        return self._run(loop, _bytes(size))
+
+    def hop(self, axis: str, size: int, *, both: bool) -> Run:
+        """See `Programs`."""
+        onward, back = self._neighbours(axis)
+
+        def loop(count: Any, x: Any) -> Any:
+            return lax.fori_loop(0, count, lambda _, x: lax.ppermute(x, axis, onward), x)
+
+        def both_ways(count: Any, x: Any, y: Any) -> Any:
+            def step(_: Any, xy: Any) -> Any:
+                return lax.ppermute(xy[0], axis, onward), lax.ppermute(xy[1], axis, back)
+
+            return lax.fori_loop(0, count, step, (x, y))
+
+        return self._run(both_ways, _bytes(size), _bytes(size)) if both else self._run(loop, _bytes(size))
+
+    def beside(self, axis: str, size: int, matmul: Matmul) -> Run:
+        """See `Programs`."""
+        onward, _ = self._neighbours(axis)
+
+        def loop(count: Any, sent: Any, x: Any, w: Any) -> Any:
+            def step(_: Any, carry: Any) -> Any:
+                sent, x = carry
+                return lax.ppermute(sent, axis, onward), _multiplied(x, w)
+
+            return lax.fori_loop(0, count, step, (sent, x))
+
+        return self._run(loop, _bytes(size), *_operands(matmul))
+
+    def _neighbours(self, axis: str) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Hops along a line, without that from the last to the first: it may be a longer way."""
+        onward = [(place, place + 1) for place in range(self.mesh.shape[axis] - 1)]
+        return onward, [(b, a) for a, b in onward]
+
+    def _run(self, loop: Callable[..., Any], *shapes: tuple[tuple[int, ...], Any]) -> Run:
+        """The loop, compiled, on arguments of these shapes and dtypes on every device."""
+        everywhere = PartitionSpec(self.mesh.axis_names)
+        sharding = NamedSharding(self.mesh, everywhere)
+
+        def filled() -> Any:
+            # Small values: products of products stay finite.
+            return [
+                jnp.full((self.mesh.size * shape[0], *shape[1:]), 1 if _whole(dtype) else 2.0**-12, dtype)
+                for shape, dtype in shapes
+            ]
+
+        arguments = jax.jit(filled, out_shardings=sharding)()
+        compiled = jax.jit(
+            jax.shard_map(
+                loop,
+                mesh=self.mesh,
+                in_specs=(PartitionSpec(), *(everywhere for _ in shapes)),
+                out_specs=everywhere,
+                check_vma=False,
+            )
+        )
+
+        def run(count: int) -> None:
+            jax.block_until_ready(compiled(jnp.int32(count), *arguments))
+
+        return run
+
+
+def _operands(matmul: Matmul) -> tuple[tuple[tuple[int, ...], Any], tuple[tuple[int, ...], Any]]:
+    return ((matmul.m, matmul.k), matmul.dtype), ((matmul.k, matmul.n), matmul.dtype)
+
+
+def _bytes(size: int) -> tuple[tuple[int, ...], Any]:
+    return (max(1, round(size / dtype_bytes("float32"))),), jnp.float32
+
+
+def _multiplied(x: Any, w: Any) -> Any:
+    """The left operand of the next matmul, which waits for this one: an element of the result is in it."""
+    y = lax.optimization_barrier(
+        jnp.dot(x, w, preferred_element_type=jnp.int32 if _whole(x.dtype) else x.dtype)
+    )
+    return lax.dynamic_update_slice(x, y[:1, :1].astype(x.dtype), (0, 0))
+
+
+def _whole(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.integer))

@@ -1,0 +1,218 @@
+"""The command ``plan``: what is predicted of a collective and its dot, and where rewriting pays."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+import cost_model
+from cost_model import Axis, Hardware, Topology
+from cost_model.break_even import BreakEven, break_evens
+from cost_model.calibration import hardware_of
+from cost_model.explanation import explain
+from cost_model.plain_chain import PATTERNS, Form, PlainChain, chain_of, forms, pays
+from overlap import tpu_slice
+from passes import rules, shims
+
+FAILED: Final = 2
+"""The exit status when an option is of no use, or a file cannot be written."""
+
+NAMES: Final = {"tokens": "tokens per device", "axis_size": "devices on the axis"}
+
+
+class PlanError(ValueError):
+    """What is asked for cannot be done; the message tells why, and what would do."""
+
+
+def add_commands(commands: Any) -> None:
+    """Adds ``plan`` to argparse's subcommands."""
+    parser = commands.add_parser(
+        "plan",
+        help="predict whether a collective and its dot are worth rewriting, and why",
+        description=(
+            "Prices a collective and its dot, as written and as rings, term by term; and tells over which "
+            "tokens per device, axis sizes and bandwidths rewriting pays. Nothing runs."
+        ),
+        epilog="All times are predictions of the cost model. docs/cost_model.md tells what they rest on.",
+    )
+    parser.add_argument("--pattern", required=True, choices=PATTERNS, help="what stands in the program")
+    parser.add_argument(
+        "--shape",
+        required=True,
+        metavar="M,K,N",
+        help="the dot [M,K]·[K,N] on one device: after a gather, before a scatter",
+    )
+    parser.add_argument(
+        "--hardware",
+        metavar="NAME",
+        help=f"one of {', '.join(cost_model.names())}; or a file that calibrate wrote (.json)",
+    )
+    parser.add_argument("--axis-size", type=int, metavar="P", help="devices on the mesh axis")
+    parser.add_argument(
+        "--topology", metavar="SHAPE", help="the slice's chips, such as v5p:4x4x4; the axis has all, or P"
+    )
+    parser.add_argument("--dtype", default="bfloat16", help="of operands and result (default: bfloat16)")
+    parser.add_argument(
+        "--cut", choices=("m", "k", "n"), default="m", help="the dim gathered or scattered (default: m)"
+    )
+    parser.add_argument(
+        "--operand", choices=("lhs", "rhs"), help="which operand is gathered, with --cut k (default: lhs)"
+    )
+    parser.add_argument("--plot", metavar="FILE", help="draw the break-even there (.png, .svg, .pdf)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Does what the command line says; the exit status is 0, or 2 with a sentence on stderr."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    try:
+        axis = _axis(arguments)
+        m, k, n = _shape(arguments.shape)
+
+        def chain(rows: int) -> PlainChain:
+            return chain_of(
+                arguments.pattern,
+                rows,
+                k,
+                n,
+                dtype=arguments.dtype,
+                cut=arguments.cut,
+                operand=arguments.operand,
+            )
+
+        cut = {"m": m, "k": k, "n": n}[arguments.cut]
+        if cut % axis.size:
+            raise PlanError(f"{arguments.cut.upper()} = {cut} cannot be cut evenly over {axis.size} devices")
+        explanation = explain(chain(m), axis, considered(chain(m), axis))
+        found = break_evens(chain, axis, m, among=considered, resize=arguments.topology is None)
+        if arguments.plot is not None:
+            _plot(found, arguments.plot, f"{arguments.pattern}, {arguments.shape}, {axis.hardware.name}")
+    except (ValueError, OSError) as error:
+        print(f"overlap plan: {error}", file=sys.stderr)
+        return FAILED
+    if arguments.json:
+        figures = {**explanation.to_json(), "break_even": [_figures(each) for each in found]}
+        print(json.dumps({"schema": 1, **figures}, indent=2))
+    else:
+        print(explanation)
+        print("\nBreak-even, all else as it is:")
+        for each in found:
+            print(f"  {sentence(each)}")
+    if arguments.plot is not None:
+        print(f"Wrote {arguments.plot}", file=sys.stderr if arguments.json else sys.stdout)
+    return 0
+
+
+def considered(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
+    """The forms of rings that the pass prices: those of the chip's rule."""
+    pattern: rules.Pattern = "gather" if chain.gathers else "scatter"
+    table = rules.EXPLICIT if shims.EXPLICIT_STARTS else rules.IMPLIED
+    rule = table.get((axis.hardware.name, pattern), rules.DEFAULT[pattern])
+
+    def follows(form: Form) -> bool:
+        if chain.gathers:
+            return form.joined == (rule.joined and form.pieces > 1)
+        if form.across:
+            return rule.across and form.chains == rule.chains
+        return form.chains in (1, rule.chains)
+
+    every = forms(chain, axis)
+    return tuple(form for form in every if follows(form)) or every
+
+
+def sentence(found: BreakEven) -> str:
+    """Where rewriting pays, in words."""
+    what, here = _named(found, found.here)
+    values = [value for value, _ in found.points]
+    (_, low), (_, high) = (_named(found, value) for value in (values[0], values[-1]))
+    if found.pays != "sometimes":
+        return f"{what}, here {here}: {found.pays} pays between {low} and {high}"
+    parts = []
+    start: str | None = low if pays(found.points[0][1]) else None
+    for crossing in found.crossings:
+        at = _named(found, crossing.at)[1]
+        if crossing.pays_above:
+            start = at
+        else:
+            parts.append(f"below {at}" if start == low else f"from {start} to below {at}")
+            start = None
+    if start is not None:
+        parts.append(f"from {start}")
+    return f"{what}, here {here}: pays {', '.join(parts)} (looked at {low} to {high})"
+
+
+def _named(found: BreakEven, value: float) -> tuple[str, str]:
+    """What a value is of, and the value with its unit."""
+    if found.variable == "bandwidth":
+        speed = value / 1e9
+        return "links of the axis, one way", f"{speed:,.0f} GB/s" if speed >= 100 else f"{speed:.3g} GB/s"
+    return NAMES[found.variable], f"{value:,.0f}"
+
+
+def _figures(found: BreakEven) -> dict[str, Any]:
+    return {
+        "variable": found.variable,
+        "here": found.here,
+        "pays": found.pays,
+        "crossings": [{"at": each.at, "pays_above": each.pays_above} for each in found.crossings],
+        "points": [
+            {"at": value, "original_s": of.original_s, "overlapped_s": of.overlapped_s}
+            for value, of in found.points
+        ],
+    }
+
+
+def _plot(found: Sequence[BreakEven], path: str, title: str) -> None:
+    from overlap import plan_plot
+
+    try:
+        plan_plot.draw(found, path, title)
+    except ModuleNotFoundError as error:
+        raise PlanError(
+            f"--plot needs {error.name}, which is not installed: pip install matplotlib"
+        ) from error
+
+
+def _shape(given: str) -> tuple[int, int, int]:
+    if not re.fullmatch(r"[1-9]\d*,[1-9]\d*,[1-9]\d*", given):
+        raise PlanError(f"--shape {given} is not M,K,N, such as 8192,8192,2048")
+    m, k, n = map(int, given.split(","))
+    return m, k, n
+
+
+def _axis(arguments: argparse.Namespace) -> Axis:
+    """The mesh axis: a ring of its own, or on a slice as jax lays a mesh of (rest, axis) there.
+
+    Raises:
+      ValueError: hardware or size are missing or unknown, or contradict the slice.
+    """
+    hardware: Hardware | None = hardware_of(arguments.hardware) if arguments.hardware else None
+    size: int | None = arguments.axis_size
+    if size is not None and size < 2:
+        raise PlanError(f"--axis-size {size}: an axis of fewer than 2 devices communicates nothing")
+    if arguments.topology is None:
+        if hardware is None or size is None:
+            raise PlanError("give --hardware and --axis-size, or --topology, such as v5p:4x4x4")
+        return Axis(hardware, size)
+    name, shape = tpu_slice.read_shape(arguments.topology)
+    if name is not None and hardware is not None and hardware.name != name:
+        raise PlanError(f"--topology {arguments.topology} is {name}, and --hardware says {hardware.name}")
+    hardware = hardware or (None if name is None else cost_model.by_name(name))
+    if hardware is None:
+        raise PlanError(f"--topology {arguments.topology} needs --hardware, or its name, such as v5p:4x4x4")
+    count = hardware.devices_per_chip
+    for chips in shape:
+        count *= chips
+    size = size or count
+    if count % size:
+        raise PlanError(f"--axis-size {size} does not divide the slice's {count} devices")
+    devices = tpu_slice.devices(hardware, shape, count, (count // size, size))
+    topology = Topology.from_devices(devices, hardware)
+    return Axis.of(topology, tuple(tuple(range(i, i + size)) for i in range(0, count, size)))

@@ -1,0 +1,96 @@
+"""What trials found: the times of a chain as written and as each ring tried, and which of them is to run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from passes import RingSchedule, Trial
+
+GAIN: Final = 0.01
+"""By how much of its own time a ring must beat the chain as written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """One version of a chain, compiled and timed.
+
+    Attributes:
+      seconds: that it takes.
+      temporary_bytes: that one device needs beside arguments and results; None where the compiler tells none.
+
+    Raises:
+      ValueError: the time is not positive and finite, or the bytes are negative.
+    """
+
+    seconds: float
+    temporary_bytes: int | None
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.seconds) and self.seconds > 0):
+            raise ValueError(f"a program takes a positive and finite time, not {self.seconds!r} s")
+        if self.temporary_bytes is not None and self.temporary_bytes < 0:
+            raise ValueError(f"a program needs no negative memory, got {self.temporary_bytes!r} bytes")
+
+    def fits(self, original: Timed) -> bool:
+        """Whether it needs no more memory than the chain as written, as far as is known."""
+        if self.temporary_bytes is None or original.temporary_bytes is None:
+            return True
+        return self.temporary_bytes <= original.temporary_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A ring that could not be compiled or timed.
+
+    Attributes:
+      error: why, in one line.
+      lasting: whether it would fail again: the compiler refused it. Else it may have been want of memory, or
+        a fault of this library.
+    """
+
+    error: str
+    lasting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What was found of one chain.
+
+    Attributes:
+      original: the chain as written.
+      rings: its schedules, in the order in which they were tried; the last ones may be missing.
+    """
+
+    original: Timed
+    rings: tuple[Timed | Failed, ...]
+
+    @property
+    def lasting(self) -> bool:
+        """Whether the same would be found again."""
+        return all(isinstance(ring, Timed) or ring.lasting for ring in self.rings)
+
+
+def choose(times: Times, schedules: Sequence[RingSchedule], kind: str) -> Trial:
+    """The fastest ring that needs no more memory than the chain as written, if it gains enough.
+
+    Args:
+      times: what was found.
+      schedules: of the rings, in order.
+      kind: ``modelled`` or ``measured``.
+
+    Returns:
+      The trial. Where every ring needs more memory, its ``ring_s`` is the fastest of them; where every ring
+      failed, infinite.
+    """
+    timed = [(ring, number) for number, ring in enumerate(times.rings) if isinstance(ring, Timed)]
+    fitting = [(ring.seconds, number) for ring, number in timed if ring.fits(times.original)]
+    if not fitting:
+        fastest_s = min((ring.seconds for ring, _ in timed), default=math.inf)
+        note = "It needs more memory." if timed else ""
+        return Trial(None, times.original.seconds, fastest_s, kind, note)
+    seconds, number = min(fitting)
+    gains = times.original.seconds > (1 + GAIN) * seconds
+    return Trial(schedules[number] if gains else None, times.original.seconds, seconds, kind)

@@ -1,0 +1,175 @@
+"""Trials of chains: the policies ``verify`` and ``autotune``, with all that remembers what they found."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import jax
+from jax.extend import core as jex_core
+
+from cost_model import Hardware
+from overlap import autotune, trial_target, verify
+from overlap.schedule_cache import ScheduleCache, default_directory
+from overlap.trial_target import Target
+from overlap.trial_times import Times, choose
+from passes import Excerpt, RingSchedule, Trial, shims
+from passes.graph import COLLECTIVES
+
+logger = logging.getLogger("overlap")
+
+HardwareOf = Callable[[str | None], Hardware | None]
+
+
+class Trials:
+    """Compiles and times the schedules of chains, each chain once: a ``passes.TryOut``.
+
+    ``verify`` models the time of what the compiler made, so every process of a job finds the same, each by
+    itself. ``autotune`` runs it; where the devices are not there, or belong to some of the job's processes
+    only, it verifies. All processes must then come to the same chains in the same order, as they do when they
+    all run one program.
+
+    Args:
+      policy: which of the two.
+      hardware_of: from the kind of a mesh's devices to hardware.
+      compiler_options: those of the user's ``jax.jit``.
+      cache: where results are kept; None for the user's.
+    """
+
+    def __init__(
+        self,
+        policy: Literal["verify", "autotune"],
+        hardware_of: HardwareOf,
+        compiler_options: Mapping[str, Any] | None = None,
+        cache: ScheduleCache | None = None,
+    ) -> None:
+        self._policy = policy
+        self._hardware_of = hardware_of
+        self._compiler_options = compiler_options or {}
+        self._cache = cache
+        self._targets: dict[Any, tuple[Target, dict[str, Any]] | None] = {}
+        self._found: dict[str, Times | None] = {}
+        # Read before somebody edits the sources of the code that is running.
+        trial_target.emission()
+
+    def __call__(self, program: Excerpt, schedules: tuple[RingSchedule, ...]) -> Trial | None:
+        """Which schedule of a chain to run; None where the chain as written cannot be compiled or timed."""
+        known = self._target(program)
+        if known is None:
+            return None
+        target, description = known
+        jaxpr = program.original.trace(*program.arguments).jaxpr  # type: ignore[attr-defined]
+        times, kind = None, "measured"
+        if self._policy == "autotune" and autotune.measurable(target):
+            times = self._times("autotune", program, jaxpr, schedules, target, description)
+        if times is None:
+            kind = "modelled"
+            times = self._times("verify", program, jaxpr, schedules, target, description)
+        return None if times is None else choose(times, schedules, kind)
+
+    def _target(self, program: Excerpt) -> tuple[Target, dict[str, Any]] | None:
+        """What a chain is compiled for; None if that is not known."""
+        mesh = getattr(program.arguments[0].sharding, "mesh", None) if program.arguments else None
+        if mesh not in self._targets:
+            self._targets[mesh] = self._make_target(mesh)
+        return self._targets[mesh]
+
+    def _make_target(self, mesh: Any) -> tuple[Target, dict[str, Any]] | None:
+        if not isinstance(mesh, jax.sharding.Mesh):
+            return None
+        hardware = self._hardware_of(mesh.devices.flat[0].device_kind)
+        if hardware is None:
+            return None
+        target = Target(mesh, hardware, self._compiler_options)
+        return target, target.description()
+
+    def _times(
+        self,
+        policy: Literal["verify", "autotune"],
+        program: Excerpt,
+        jaxpr: Any,
+        schedules: tuple[RingSchedule, ...],
+        target: Target,
+        description: Mapping[str, Any],
+    ) -> Times | None:
+        """What is known or can be found of a chain."""
+        key = trial_target.key(policy, jaxpr, program, schedules, description)
+        if key in self._found:
+            return self._found[key]
+        if self._cache is None:
+            self._cache = ScheduleCache(default_directory())
+        times = self._cache.load(key, schedules)
+        if policy == "autotune":
+            times = autotune.agreed(times, schedules, target)
+        if times is None:
+            take = autotune.measured_times if policy == "autotune" else verify.modelled_times
+            where = place(jaxpr)
+            with progress(f"compiling rings for {where}", 1 + len(schedules)) as done:
+                times = take(program, schedules, target, done)
+            logger.debug("%s of %s: %s", policy, where, times)
+            if times is not None and times.lasting:
+                conditions = {
+                    "policy": policy,
+                    "chain": where,
+                    **{name: description[name] for name in ("device_kind", "mesh_shape", "versions")},
+                }
+                self._cache.store(key, times, schedules, conditions)
+        self._found[key] = times
+        return times
+
+
+def place(jaxpr: Any) -> str:
+    """The first collective of a chain's program, and where it is in the user's code."""
+    for eqn in _equations(jaxpr):
+        if eqn.primitive.name in COLLECTIVES:
+            line = shims.source_line(eqn)
+            return f"{eqn.primitive.name} at {line}" if line != shims.UNKNOWN else eqn.primitive.name
+    return "a chain"
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in shims.open_jaxpr(jaxpr)[0].eqns:
+        yield eqn
+        for inner in jex_core.jaxprs_in_params(eqn.params):
+            yield from _equations(inner)
+
+
+@contextlib.contextmanager
+def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
+    """A progress bar on a terminal's standard error, gone when it is done; elsewhere nothing.
+
+    Yields:
+      What to call when one more of ``total`` is done.
+    """
+    from rich.console import Console
+
+    console = Console(stderr=True, force_jupyter=False)
+    if not console.is_terminal:
+        yield lambda: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=20),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(description, total=total)
+        yield lambda: bar.advance(task)
+
+
+def trials_for(policy: Any, hardware_of: HardwareOf, options: Mapping[str, Any]) -> Trials | None:
+    """The trials of a decorated function; None where its policy needs none.
+
+    Args:
+      policy: see ``overlap_collectives``.
+      hardware_of: from the kind of a mesh's devices to hardware.
+      options: keyword arguments of the function's ``jax.jit``.
+    """
+    if policy not in ("verify", "autotune"):
+        return None
+    return Trials(policy, hardware_of, options.get("compiler_options"))

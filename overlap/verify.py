@@ -1,0 +1,123 @@
+"""``policy="verify"``: compiles a chain and its rings, and times the schedules that the compiler chose."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import jax
+
+from overlap.trial_target import Target
+from overlap.trial_times import Failed, Timed, Times
+from passes import Excerpt, RingSchedule
+
+logger = logging.getLogger("overlap")
+
+NEAR_LIMIT: Final = 0.03
+"""How close to the limit a ring must be for the other schedules not to be compiled."""
+
+ERROR_LENGTH: Final = 300
+"""Characters of a compiler's error that are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Modelled:
+    """A compiled program and the modelled time of its schedule.
+
+    Attributes:
+      timed: time and memory.
+      limit_s: what no ring of this chain beats by much: the compute or the wire, whichever takes longer.
+    """
+
+    timed: Timed
+    limit_s: float
+
+
+def compiled_for(program: Any, arguments: Sequence[Any], target: Target) -> Any:
+    """The program compiled for the target.
+
+    Raises:
+      Exception: whatever tracing or compiling raises.
+    """
+    options = dict(target.compiler_options)
+    if len(target.processes) > 1 and target.devices[0].platform == "gpu":
+        # Else the compiler waits until every process of the job compiles this, and some have it cached.
+        options.setdefault("xla_gpu_shard_autotuning", False)
+    return program.trace(*arguments).lower().compile(compiler_options=options or None)
+
+
+def temporary_bytes(compiled: Any) -> int | None:
+    """What a compiled program needs per device beside arguments and results; None where it does not tell."""
+    analysis = compiled.memory_analysis()
+    size = getattr(analysis, "temp_size_in_bytes", None)
+    return None if size is None else int(size)
+
+
+def modelled(program: Any, arguments: Sequence[Any], target: Target) -> Modelled:
+    """Compiles a program and models the time of its schedule.
+
+    Raises:
+      Exception: whatever compiling raises, or reading and timing what came out.
+    """
+    from cost_model import Topology
+    from overlap.hlo.parse import parse
+    from overlap.hlo.simulate import simulate
+
+    compiled = compiled_for(program, arguments, target)
+    topology = Topology.from_devices(target.mesh.devices, target.hardware)
+    timeline = simulate(parse(compiled.as_text()), target.hardware, topology)
+    # An all_reduce does twice the work of the reduce_scatter that may be all that was asked for.
+    wire_s = sum(c.wire_s / (2 if c.opcode == "all-reduce" else 1) for c in timeline.collectives)
+    timed = Timed(timeline.total_s, temporary_bytes(compiled))
+    return Modelled(timed, max(timeline.compute_s, wire_s))
+
+
+def modelled_times(
+    program: Excerpt,
+    schedules: Sequence[RingSchedule],
+    target: Target,
+    done: Callable[[], None],
+) -> Times | None:
+    """The modelled times of a chain and of its rings, until one is as good as can be.
+
+    Args:
+      program: the chain.
+      schedules: the rings to try, the most promising first.
+      target: what to compile for.
+      done: called after each program.
+
+    Returns:
+      The times; None where the chain as written cannot be compiled and timed.
+    """
+    try:
+        original = modelled(program.original, program.arguments, target)
+    except Exception as error:
+        logger.debug("the chain as written cannot be timed: %s", one_line(error))
+        return None
+    done()
+    rings: list[Timed | Failed] = []
+    for schedule in schedules:
+        try:
+            ring = modelled(program.ring(schedule), program.arguments, target).timed
+        except Exception as error:
+            rings.append(failed(schedule, error, lasting=isinstance(error, jax.errors.JaxRuntimeError)))
+        else:
+            rings.append(ring)
+            logger.debug("%s: %s", schedule, ring)
+            if ring.fits(original.timed) and ring.seconds <= (1 + NEAR_LIMIT) * original.limit_s:
+                break
+        done()
+    return Times(original.timed, tuple(rings))
+
+
+def failed(schedule: RingSchedule, error: Exception, *, lasting: bool) -> Failed:
+    """A ring that failed, which is logged."""
+    logger.debug("the ring %s is passed over: %s", schedule, one_line(error))
+    return Failed(one_line(error), lasting)
+
+
+def one_line(error: Exception) -> str:
+    """An error in one line of bounded length."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:ERROR_LENGTH]

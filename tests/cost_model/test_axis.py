@@ -1,0 +1,149 @@
+"""One mesh axis: what a step of rings, a hop and a collective take, with and without known places."""
+
+import dataclasses
+
+import pytest
+
+from cost_model import Axis, Topology, all_gather_s, all_reduce_s, all_to_all_s, by_name, ring_hop_s
+from cost_model import group_collectives as groups_of
+from cost_model.axis import exchange_s
+
+V5P, V5E, H100 = by_name("tpu_v5p"), by_name("tpu_v5e"), by_name("h100")
+MS = 9e7
+"""Bytes that a link of v5p carries in a millisecond."""
+
+
+def whole_slice(*shape: int) -> Axis:
+    """The axis that runs through all chips of a v5p slice, in the order of their numbers."""
+    topology = Topology.torus(shape, V5P)
+    return Axis.of(topology, (tuple(range(topology.size)),))
+
+
+# Hops and steps without known places.
+
+
+def test_two_directions_halve_a_hop_only_with_wraparound() -> None:
+    assert ring_hop_s(1e7, 16, V5E, directions=2) == ring_hop_s(1e7, 16, V5E, directions=1) / 2
+    assert ring_hop_s(1e7, 8, V5E, directions=2) == ring_hop_s(1e7, 8, V5E, directions=1)
+    assert ring_hop_s(1e7, 8, H100, directions=2) == pytest.approx(ring_hop_s(1e7, 8, H100, directions=1))
+
+
+def test_behind_a_switch_two_directions_pay_the_latency_twice() -> None:
+    assert ring_hop_s(1, 8, H100, directions=2) == 2 * H100.hop_latency_s
+    assert ring_hop_s(1, 8, H100, directions=1) == H100.hop_latency_s
+
+
+def test_without_wraparound_the_last_hop_crosses_the_whole_line() -> None:
+    assert ring_hop_s(1, 8, V5E, directions=1) == pytest.approx(7e-6)
+    assert ring_hop_s(1, 16, V5E, directions=1) == pytest.approx(1e-6)
+
+
+def test_a_step_on_an_axis_of_unknown_place_is_a_hop_of_its_own_ring() -> None:
+    axis = Axis(V5P, 8)
+    assert axis.step_s(MS, 1) == pytest.approx(1e-3)
+    assert axis.step_s(MS, 2) == pytest.approx(0.5e-3)
+    assert axis.orders == ()
+
+
+def test_collectives_on_an_axis_of_unknown_place_are_those_of_the_book() -> None:
+    axis = Axis(V5E, 16)
+    assert axis.all_gather_s(1e9) == all_gather_s(1e9, 16, V5E) == axis.reduce_scatter_s(1e9)
+    assert axis.all_reduce_s(1e9) == all_reduce_s(1e9, 16, V5E)
+    assert axis.all_to_all_s(1e9) == all_to_all_s(1e9, 16, V5E)
+
+
+def test_one_device_waits_for_nobody() -> None:
+    for axis in (Axis(V5P, 1), Axis.of(Topology.torus((2, 2), V5P), ((0,), (1,), (2,), (3,)))):
+        assert axis.size == 1 and axis.orders == ()
+        assert axis.step_s(1e9, 2) == 0 == axis.permute_s(1e9, 1)
+
+
+# Exchanges.
+
+
+def test_a_block_goes_the_shorter_way_round_and_shares_its_links() -> None:
+    times = [exchange_s(MS, 8, V5P, distance=d) for d in range(8)]
+    assert times == pytest.approx([0, 1e-3, 2e-3, 3e-3, 4e-3, 3e-3, 2e-3, 1e-3])
+
+
+def test_along_a_line_a_block_that_wraps_crosses_it() -> None:
+    # 3 of 8 go back over 5 links; 3 blocks share the link in the middle.
+    assert exchange_s(MS / 2, 8, V5E, distance=3) == pytest.approx(3e-3)
+    assert exchange_s(0, 8, V5E, distance=3) == pytest.approx(5e-6)
+
+
+def test_behind_a_switch_every_distance_is_one_hop() -> None:
+    times = {exchange_s(1e8, 8, H100, distance=d) for d in range(1, 8)}
+    assert len(times) == 1
+
+
+def test_small_blocks_take_the_latency_of_the_way() -> None:
+    assert exchange_s(0, 8, V5P, distance=3) == pytest.approx(3 * V5P.hop_latency_s)
+
+
+def test_a_distance_is_counted_round_the_axis() -> None:
+    axis = Axis(V5P, 8)
+    assert axis.permute_s(MS, 9) == axis.permute_s(MS, 1) == pytest.approx(1e-3)
+    assert axis.permute_s(MS, 8) == 0
+
+
+# Axes of known devices.
+
+
+def test_a_ring_of_neighbours_is_priced_as_the_book_does() -> None:
+    known = Axis.of(Topology.axis(8, V5P), (tuple(range(8)),))
+    unknown = Axis(V5P, 8)
+    assert known.size == 8 and known.hardware == V5P
+    for directions in (1, 2):
+        assert known.step_s(MS, directions) == pytest.approx(unknown.step_s(MS, directions))
+    assert [known.permute_s(MS, d) for d in range(8)] == pytest.approx(
+        [unknown.permute_s(MS, d) for d in range(8)]
+    )
+
+
+def test_rings_that_share_no_link_share_the_shard() -> None:
+    axis = whole_slice(4, 4)
+    assert len(axis.orders) == 2
+    # By hand: one order, one way, is one hop on a link; two ways halve it, two orders halve it again.
+    assert axis.step_s(MS, 1, 1) == pytest.approx(1e-3)
+    assert axis.step_s(MS, 2, 1) == pytest.approx(0.5e-3)
+    assert axis.step_s(MS, 2, 2) == pytest.approx(0.25e-3)
+    assert axis.step_s(0, 2, 2) == pytest.approx(1e-6)
+
+
+def test_an_order_spares_a_hop_the_way_round_a_corner() -> None:
+    axis = whole_slice(4, 4)
+    counted = dataclasses.replace(axis.orders[0], order=tuple(range(16)))
+    assert not any(order.is_identity for order in axis.orders)
+    # From the end of a row to the start of the next: two links.
+    assert dataclasses.replace(axis, orders=(counted,)).step_s(0, 1) == pytest.approx(2e-6)
+    assert axis.step_s(0, 1, 1) == pytest.approx(1e-6)
+
+
+def test_all_groups_of_an_axis_hop_at_once() -> None:
+    slice_ = Topology.torus((4, 4), V5P)
+    rows = tuple(tuple(range(4 * row, 4 * row + 4)) for row in range(4))
+    axis = Axis.of(slice_, rows)
+    assert axis.size == 4 and axis.groups == rows
+    assert axis.orders[0].is_identity
+    assert axis.step_s(MS, 1) == pytest.approx(1e-3)
+    # Two groups over the same columns: {0,2} and {1,3} of a row pass each other on its links.
+    crossing = Axis.of(slice_, tuple((row + at, row + at + 2) for row in (0, 4, 8, 12) for at in (0, 1)))
+    assert crossing.permute_s(MS, 1) > 1e-3
+
+
+def test_collectives_of_known_devices_are_those_of_their_links() -> None:
+    axis = whole_slice(4, 4)
+    assert axis.topology is not None
+    assert axis.all_gather_s(1e9) == groups_of.all_gather_s(1e9, axis.groups, axis.topology)
+    assert axis.all_gather_s(1e9) < all_gather_s(1e9, 16, V5P)
+    assert axis.all_reduce_s(1e9) == groups_of.all_reduce_s(1e9, axis.groups, axis.topology)
+    assert axis.all_to_all_s(1e9) == groups_of.all_to_all_s(1e9, axis.groups, axis.topology)
+
+
+def test_devices_that_are_cores_have_a_core_s_rates() -> None:
+    v4 = by_name("tpu_v4")
+    topology = Topology.torus((2, 2, 1), v4, cores=2)
+    axis = Axis.of(topology, (tuple(range(8)),))
+    assert axis.hardware == v4.per_core(2)
+    assert axis.hardware.flops_for("bfloat16") == v4.flops_for("bfloat16") / 2

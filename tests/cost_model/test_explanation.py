@@ -1,0 +1,199 @@
+"""Predictions term by term: the terms add up, are the cost model's own, and are said in words."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from cost_model import Topology, by_name
+from cost_model.axis import Axis
+from cost_model.break_even import break_evens
+from cost_model.explanation import explain
+from cost_model.matmul import Matmul, matmul_s
+from cost_model.plain_chain import PATTERNS, Form, PlainChain, PlainDot, chain_of, forms, price
+
+V5P = dataclasses.replace(
+    by_name("tpu_v5p"), name="like v5p", matmul_efficiency=0.965, matmul_overhead_s=3.7e-6
+)
+"""Hardware without a table of its own: its matmuls are a roofline."""
+RING = Axis(V5P, 16)
+
+
+def gather(m: int = 8192, k: int = 8192, n: int = 2048) -> PlainChain:
+    return chain_of("all_gather_dot", m, k, n)
+
+
+class TestTerms:
+    @pytest.mark.parametrize("hardware", ["tpu_v5p", "tpu_v5e", "h100", "cpu"])
+    @pytest.mark.parametrize("pattern", PATTERNS)
+    def test_prologue_steady_state_and_epilogue_are_the_whole_ring(self, pattern: Any, hardware: str) -> None:
+        found = explain(chain_of(pattern, 4096, 2048, 1024), Axis(by_name(hardware), 8))
+        for candidate in found.candidates:
+            parts = candidate.prologue_s, candidate.steady_s, candidate.epilogue_s
+            assert min(parts) >= 0
+            assert sum(parts) == pytest.approx(candidate.estimate.overlapped_s)
+            # A psum's gathered sum is copied after the ring.
+            copied_s = 2 * 4096 * 1024 * 2 / by_name(hardware).hbm_bytes_per_s
+            dots_s = candidate.estimate.partials_s - (copied_s if pattern == "dot_psum" else 0)
+            assert candidate.step_dots_s * candidate.steps == pytest.approx(dots_s)
+            assert candidate.step_hop_s * candidate.hops == pytest.approx(candidate.estimate.hops_s)
+        benefits = [candidate.estimate.benefit_s for candidate in found.candidates]
+        assert benefits == sorted(benefits, reverse=True)
+        assert found.pays == (benefits[0] >= 0.05 * found.best.estimate.original_s)
+
+    def test_a_gather_of_128_mib_by_hand(self) -> None:
+        found = explain(gather(), RING, [Form(directions=2)])
+        (dot,) = found.dots
+        assert dot.seconds == matmul_s(Matmul(m=8192, k=8192, n=2048), V5P)
+        assert dot.bound == "compute"
+        # V/W through both directions of a v5p ring.
+        assert found.collective.full_bytes == 8192 * 8192 * 2
+        assert found.collective.seconds == pytest.approx(8192 * 8192 * 2 / 1.8e11)
+        assert found.collective.bound == "bandwidth"
+        # Half a shard of 8 MiB each way.
+        assert found.best.step_hop_s == pytest.approx(2**22 / 9e10)
+        assert found.best.hop_bound == "bandwidth"
+        assert (found.best.steps, found.best.hops) == (16, 15)
+        assert found.best.partials == (Matmul(m=256, k=8192, n=2048),)
+        assert found.best.prologue_s == 0
+        assert found.best.epilogue_s == pytest.approx(found.best.step_dots_s)
+
+    def test_what_is_bound_by_memory_or_latency_says_so(self) -> None:
+        found = explain(gather(m=16, k=8192, n=8192), RING, [Form()])
+        assert found.dots[0].bound == "memory"
+        tiny = explain(gather(m=16, k=128, n=128), RING, [Form()])
+        assert tiny.collective.bound == tiny.best.hop_bound == "latency"
+        assert tiny.collective.seconds == pytest.approx(8e-6)
+        assert not tiny.pays
+
+    def test_a_psum_gathers_after_its_ring(self) -> None:
+        psum = explain(chain_of("dot_psum", 8192, 512, 8192), RING, [Form(directions=2, chains=2)])
+        scatter = explain(
+            chain_of("dot_reduce_scatter", 8192, 512, 8192), RING, [Form(directions=2, chains=2)]
+        )
+        gathered_s, copied_s = RING.all_gather_s(8192 * 8192 * 2), 2 * 8192 * 8192 * 2 / V5P.hbm_bytes_per_s
+        assert psum.best.epilogue_s == pytest.approx(gathered_s + copied_s)
+        assert psum.best.prologue_s == scatter.best.prologue_s > 0
+        assert psum.best.estimate.benefit_s == pytest.approx(scatter.best.estimate.benefit_s - copied_s)
+
+    def test_blocks_that_lie_apart_are_copied_before_a_scatter_s_dots(self) -> None:
+        rows, columns = (
+            explain(chain_of("dot_reduce_scatter", 4096, 4096, 4096, cut=cut), RING, [Form()]).best
+            for cut in ("m", "n")
+        )
+        copied_s = 15 * 2 * 4096 * 4096 * 2 / 16 / V5P.hbm_bytes_per_s
+        assert columns.estimate.partials_s - rows.estimate.partials_s == pytest.approx(copied_s)
+
+    def test_words_tell_every_term(self) -> None:
+        text = str(explain(gather(), RING))
+        for words in (
+            "all_gather of 128.0 MiB, bound by bandwidth",
+            "[8192,8192]·[8192,2048] bfloat16: 96% of the peak, bound by compute",
+            "prologue",
+            "steady state: 15 ×",
+            "epilogue",
+            "rewriting pays",
+            "a ring of its own",
+        ):
+            assert words in text
+        assert "left as it is" in str(explain(gather(m=16, k=128, n=128), RING))
+        assert "take turns" in str(explain(gather(), Axis(by_name("cpu"), 4)))
+        assert "a line, no wraparound" in str(explain(gather(), Axis(by_name("tpu_v5e"), 4)))
+
+    def test_figures_are_json(self) -> None:
+        found = explain(gather(), RING)
+        figures = json.loads(json.dumps(found.to_json()))
+        assert figures["candidates"][0]["estimate"]["overlapped_s"] == found.best.estimate.overlapped_s
+        assert figures["original_s"] == found.best.estimate.original_s
+        assert figures["pays"] is True
+
+    def test_one_device_has_nothing_to_explain(self) -> None:
+        with pytest.raises(ValueError, match="at least 2"):
+            explain(gather(), Axis(V5P, 1))
+
+
+class TestForms:
+    def test_an_axis_of_several_rings_has_forms_for_each(self) -> None:
+        slice_of = Topology.torus((4, 4), V5P)
+        axis = Axis.of(slice_of, (tuple(range(16)),))
+        assert {form.rings for form in forms(gather(), axis)} == {1, 2}
+        assert {form.rings for form in forms(gather(), RING)} == {1}
+
+    def test_pieces_are_no_smaller_than_a_row(self) -> None:
+        assert {form.pieces for form in forms(gather(m=16), RING)} == {1}
+        assert {form.pieces for form in forms(gather(m=32), RING)} == {1, 2}
+
+    def test_columns_are_for_contracting_gathers_that_are_wide_enough(self) -> None:
+        def columns(m: int) -> set[int]:
+            chain = chain_of("all_gather_dot", m, 4096, 512, cut="k")
+            return {form.columns for form in forms(chain, RING)}
+
+        assert columns(256) == {1}
+        assert columns(1024) == {1, 2, 4}
+        assert {form.columns for form in forms(gather(), RING)} == {1}
+
+    def test_a_chain_that_cannot_be_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="not k"):
+            chain_of("dot_reduce_scatter", 8, 8, 8, cut="k")
+        with pytest.raises(ValueError, match="no dim of the rhs"):
+            chain_of("all_gather_dot", 8, 8, 8, cut="m", operand="rhs")
+        with pytest.raises(ValueError, match="at least 1"):
+            chain_of("all_gather_dot", 0, 8, 8)
+        with pytest.raises(ValueError, match="unknown pattern"):
+            PlainChain(pattern="dot", dots=(PlainDot(Matmul(m=1, k=1, n=1), "m"),), elements=1)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="at least one dot"):
+            PlainChain(pattern="dot_psum", dots=(), elements=1)
+
+
+class TestBreakEven:
+    def test_either_side_of_a_crossing_has_its_sign(self) -> None:
+        tokens, sizes, bandwidth = break_evens(lambda m: gather(m), RING, 8192)
+        assert [each.variable for each in (tokens, sizes, bandwidth)] == ["tokens", "axis_size", "bandwidth"]
+        assert tokens.here == 512 and sizes.here == 16 and bandwidth.here == 9e10
+
+        def gain(rows: int) -> float:
+            found = explain(gather(rows * 16), RING).best.estimate
+            return found.benefit_s / found.original_s
+
+        (crossing,) = tokens.crossings
+        assert crossing.pays_above
+        assert gain(int(crossing.at)) >= 0.05 > gain(int(crossing.at) - 1)
+        assert tokens.pays == "sometimes"
+
+    def test_fast_links_leave_nothing_to_hide(self) -> None:
+        *_, bandwidth = break_evens(lambda m: gather(m), RING, 8192)
+        (crossing,) = bandwidth.crossings
+        assert not crossing.pays_above and crossing.at > 9e10
+        for factor, pays in ((0.99, True), (1.01, False)):
+            speed = crossing.at * factor
+            hardware = dataclasses.replace(V5P, link_bytes_per_s=speed)
+            assert explain(gather(), Axis(hardware, 16)).pays is pays
+
+    def test_hardware_that_overlaps_nothing_never_pays(self) -> None:
+        found = break_evens(lambda m: gather(m, 512, 512), Axis(by_name("cpu"), 4), 512)
+        assert {each.pays for each in found} == {"never"}
+        assert all(not each.crossings for each in found)
+
+    def test_a_given_slice_keeps_its_axis(self) -> None:
+        axis = Axis.of(Topology.torus((4, 4), V5P), (tuple(range(16)),))
+        found = break_evens(lambda m: gather(m), axis, 8192, resize=False)
+        assert [each.variable for each in found] == ["tokens", "bandwidth"]
+        here = dict(found[0].points)[512.0]
+        assert here == explain(gather(), axis).best.estimate
+
+    def test_where_m_is_not_cut_all_rows_are_on_every_device(self) -> None:
+        def chain(m: int) -> PlainChain:
+            return chain_of("all_gather_dot", m, 8192, 2048, cut="k", operand="rhs")
+
+        tokens, *_ = break_evens(chain, RING, 512)
+        assert tokens.here == 512
+        assert dict(tokens.points)[512.0] == explain(chain(512), RING).best.estimate
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_more_bytes_never_shorten_the_collective(pattern: Any) -> None:
+    small, large = (price(chain_of(pattern, m, 1024, 1024), Form(), RING) for m in (1024, 4096))
+    assert small.collective_s < large.collective_s

@@ -1,0 +1,230 @@
+"""``policy="autotune"``: wall-clock times decide where devices are attached, alike in every process."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from overlap import autotune, overlap_collectives, verify
+from overlap.schedule_cache import VARIABLE
+from overlap.trial_target import COMPILE_ONLY, Target
+from tests.overlap.mlp import check, hops, mesh_of
+from tests.overlap.test_multi_process import START, run
+from tests.overlap.trial_programs import SCHEDULES, Compiler, chain, gather, mapped, trials
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of one's own."""
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+def racing(monkeypatch: pytest.MonkeyPatch, *times_us: float) -> list[int]:
+    """Lets the programs that can run take these times, and counts those of each race."""
+    raced: list[int] = []
+
+    def race(runs: Any, values: Any, calls: int) -> list[float]:
+        raced.append(sum(run is not None for run in runs))
+        return [us / 1e6 if run else 0.0 for run, us in zip(runs, times_us, strict=True)]
+
+    monkeypatch.setattr(autotune, "race", race)
+    return raced
+
+
+class TestRace:
+    def test_takes_the_median_of_calls_in_turn(self) -> None:
+        clock: list[float] = [0.0]
+        order: list[str] = []
+
+        def program(name: str, seconds: float) -> Any:
+            def call(value: Any) -> Any:
+                order.append(name)
+                # One slow sample, which the median does not see.
+                clock[0] += seconds * (100 if order.count(name) == 1 else 1)
+                return value
+
+            return call
+
+        found = autotune.race(
+            [program("a", 3.0), None, program("b", 2.0)], [np.zeros(1)], 2, lambda: clock[0]
+        )
+        assert found == [3.0, 0.0, 2.0]
+        assert order.count("a") == order.count("b") == 2 * autotune.ROUNDS
+        assert order[:4] == ["a", "a", "b", "b"]
+        assert order[4:8] == ["b", "b", "a", "a"], "the second round begins one further along"
+
+
+class TestDecision:
+    def test_measured_times_decide(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        raced = racing(monkeypatch, 100, 90, 95, 70)
+        trial = trials("autotune")(*chain())
+        assert trial is not None
+        assert trial.kind == "measured"
+        # On CPU a bidirectional ring may need more memory than the gather: then the next is taken.
+        assert trial.schedule in (SCHEDULES[0], SCHEDULES[2], None)
+        assert raced == [4]
+        assert trials("autotune")(*chain()) == trial
+        assert raced == [4], "the second comes from the cache"
+
+    def test_fastest_ring_runs_and_computes_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(autotune, "temporary_bytes", lambda compiled: 0)
+        monkeypatch.setattr(
+            autotune, "race", lambda runs, *_: [1.0, *(0.5 + i / 10 for i in range(len(runs) - 1))]
+        )
+        function = overlap_collectives(
+            mapped(gather, mesh_of()), policy="autotune", hardware="tpu_v5p", strict=True
+        )
+        x, w = (np.arange(size, dtype=np.float32).reshape(-1, 16) / size for size in (512, 384))
+        (site,) = function.explain(x, w.T).sites
+        assert site.reason == "tried_faster"
+        assert "Measured: 1000000 µs as written, 500000 µs as the best ring tried." in site.sentence
+        assert hops(function, x, w.T) > 0
+        check(function(x, w.T), x.astype(np.float64) @ w.T)
+
+    def test_programs_are_run_and_timed(self) -> None:
+        found = trials("autotune")(*chain())
+        assert found is not None
+        assert found.kind == "measured"
+        assert 0 < found.original_s < 60
+        assert 0 < found.ring_s < 60
+
+    def test_ring_that_cannot_run_is_passed_over_and_nothing_kept(
+        self, monkeypatch: pytest.MonkeyPatch, cache: Path
+    ) -> None:
+        monkeypatch.setattr(autotune, "temporary_bytes", lambda compiled: 0)
+        original = verify.compiled_for
+
+        def compiled_for(program: Any, arguments: Any, target: Any) -> Any:
+            if str(program.trace(*arguments).jaxpr).count("ppermute") == 3:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+            return original(program, arguments, target)
+
+        monkeypatch.setattr(autotune, "compiled_for", compiled_for)
+        raced = racing(monkeypatch, 100, 50, 80, 90)
+        trial = trials("autotune")(*chain())
+        assert trial is not None
+        assert (trial.schedule, trial.ring_s) == (SCHEDULES[1], 80e-6)
+        assert raced == [3]
+        assert not list(cache.iterdir())
+
+    def test_chain_that_cannot_run_is_verified(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: Any) -> Any:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory for the arguments")
+
+        monkeypatch.setattr(autotune, "some", fail)
+        monkeypatch.setattr("overlap.verify.modelled", Compiler(100, [60]))
+        trial = trials("autotune")(*chain())
+        assert trial is not None
+        assert (trial.kind, trial.ring_s) == ("modelled", 60e-6)
+
+    def test_devices_to_compile_for_only_are_verified(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Target, "attached", property(lambda target: False))
+        raced = racing(monkeypatch, 100, 50, 50, 50)
+        monkeypatch.setattr("overlap.verify.modelled", Compiler(100, [60]))
+        trial = trials("autotune")(*chain())
+        assert trial is not None
+        assert (trial.kind, trial.ring_s) == ("modelled", 60e-6)
+        assert not raced
+
+    def test_devices_tell_whether_they_are_attached(self) -> None:
+        class Device:
+            client = type("Client", (), {"runtime_type": COMPILE_ONLY})
+
+        class Mesh:
+            devices = np.array([Device()], object)
+
+        assert Target(mesh_of(), None).attached  # type: ignore[arg-type]
+        assert not Target(Mesh(), None).attached  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "uint8", "int32", "bool", "complex64"]
+)
+def test_arguments_have_values_of_some_variety_where_they_should_be(dtype: str) -> None:
+    sharding = jax.sharding.NamedSharding(mesh_of(), jax.sharding.PartitionSpec("x"))
+    array = autotune.some(jax.ShapeDtypeStruct((4, 16), jnp.dtype(dtype), sharding=sharding), 0)
+    assert (array.shape, array.dtype, array.sharding) == ((4, 16), jnp.dtype(dtype), sharding)
+    values = np.asarray(array).astype(np.complex64)
+    assert np.isfinite(values).all()
+    assert len(np.unique(values)) > 1
+    assert np.abs(values).max() <= 8
+
+
+SCRIPT: Final = (
+    START
+    + """
+import numpy as np
+from jax.experimental import multihost_utils
+from overlap import autotune
+from tests.overlap.mlp import mesh_of, mlp, reference
+from tests.overlap.trial_programs import gather, mapped
+
+os.environ["OVERLAP_CACHE_DIR"] = f"{what}/process_{index}"
+autotune.temporary_bytes = lambda compiled: 0
+wanted = reference()
+
+def race(runs, values, calls):
+    # The programs do run, and the two processes disagree about which is the fastest.
+    for run in runs:
+        jax.block_until_ready(run(*values))
+    times = [0.5 + number / 10 for number in range(1, len(runs))]
+    return [1.0, *(times if index == 0 else times[::-1])]
+
+def fail(*_):
+    raise AssertionError("process 0 has it in its cache")
+
+def decorated():
+    function = overlap_collectives(
+        jax.jit(mlp(mesh_of(4))), policy="autotune", hardware="tpu_v5p", strict=True
+    )
+    result = multihost_utils.process_allgather(function(*wanted.arguments), tiled=True)
+    report = json.loads(function.explain(*wanted.arguments).to_json())
+    close = bool(np.allclose(result, wanted.value(), rtol=2e-5, atol=2e-5))
+    return {"close": close, "sites": [[s["reason"], s["schedule"], s["sentence"]] for s in report["sites"]]}
+
+def verified():
+    chain = mapped(gather, mesh_of(4))
+    function = overlap_collectives(chain, policy="verify", hardware="tpu_v5p", strict=True)
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((32, 16), (16, 24))]
+    return json.loads(function.explain(*shapes).to_json())["sites"][0]["sentence"]
+
+autotune.race = race
+first, modelled = decorated(), verified()
+if index == 1:
+    os.environ["OVERLAP_CACHE_DIR"] = f"{what}/empty"
+autotune.race = fail
+tell(first=first, second=decorated(), modelled=[modelled, verified()])
+"""
+)
+
+
+def test_processes_that_measure_differently_decide_alike(tmp_path: Path) -> None:
+    found = run(SCRIPT, str(tmp_path))
+    for status, _, errors in found:
+        assert status == 0, errors
+    (one,), (other,) = (told for _, told, _ in found)
+    assert one == other
+    assert one["first"] == one["second"]
+    # Found by each process for itself: by compiling, and then in one of them in its cache.
+    assert one["modelled"][0] == one["modelled"][1]
+    assert "Modelled: " in one["modelled"][0]
+    assert one["first"]["close"]
+    assert [site[0] for site in one["first"]["sites"]] == ["tried_faster"] * 2
+    # The first schedule is the fastest to process 0 and the slowest to process 1.
+    assert all("600000 µs as the best ring tried" in site[2] for site in one["first"]["sites"])
+    files = [sorted(path.name for path in (tmp_path / f"process_{i}").iterdir()) for i in range(2)]
+    assert len(files[0]) == 3
+    assert files[0] == files[1]
+    kept = [
+        [json.loads((tmp_path / f"process_{i}" / name).read_text()) for name in files[i]] for i in range(2)
+    ]
+    assert kept[0] == kept[1]

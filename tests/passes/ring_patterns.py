@@ -1,0 +1,250 @@
+"""Programs of a collective with its dots, what they give, and choices of schedules for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import overlap
+from passes.schedule import RingSchedule
+from tests.passes import spmd
+
+Numbers = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """A program per device, and what it gives.
+
+    Attributes:
+      body: of a device's arguments; returns one or more arrays.
+      shapes: of the arguments, for P devices and blocks of b elements.
+      reference: from lists of the devices' float64 arguments to the devices' results, per array.
+      columns: whether what travels can be cut into columns.
+      tiled: whether blocks of b elements can be cut; else they are of one.
+    """
+
+    body: Callable[..., Any]
+    shapes: Callable[[int, int], tuple[tuple[int, ...], ...]]
+    reference: Callable[..., list[spmd.Shards]]
+    columns: bool = False
+    tiled: bool = True
+
+
+ACROSS = 9
+"""Elements of the free dim of every pattern's scattered dot that is not scattered."""
+
+
+def gather(x: Any, dim: int = 0, *, tiled: bool = True) -> Any:
+    return lax.all_gather(x, "x", axis=dim, tiled=tiled)
+
+
+def scatter(y: Any, dim: int = 0, *, tiled: bool = True) -> Any:
+    return lax.psum_scatter(y, "x", scatter_dimension=dim, tiled=tiled)
+
+
+def per_device(f: Callable[..., Any], *arguments: Any) -> spmd.Shards:
+    return [f(*each) for each in zip(*arguments, strict=True)]
+
+
+def three_dots(g: Any, w: Any, v: Any, u: Any) -> Any:
+    """Dots of one gathered array on its free dim, from the other side, and on its contracting dim."""
+    return g @ w, v @ g.T, u @ g
+
+
+PATTERNS = {
+    "gather_free": Pattern(
+        lambda x, w: gather(x) @ w,
+        lambda p, b: ((b, 4), (4, 5)),
+        lambda x, w: [per_device(np.matmul, spmd.all_gather(x, 0), w)],
+    ),
+    "gather_contracting": Pattern(
+        lambda x, w: gather(x, 1) @ w,
+        lambda p, b: ((7, b), (p * b, 3)),
+        lambda x, w: [per_device(np.matmul, spmd.all_gather(x, 1), w)],
+        columns=True,
+    ),
+    "gather_batch": Pattern(
+        lambda x, w: jnp.einsum("bmk,bkn->bmn", gather(x), w),
+        lambda p, b: ((b, 2, 3), (p * b, 3, 4)),
+        lambda x, w: [per_device(np.matmul, spmd.all_gather(x, 0), w)],
+    ),
+    "gather_of_three_dots": Pattern(
+        lambda x, w, v, u: three_dots(gather(x), w, v, u),
+        lambda p, b: ((b, 4), (4, 3), (2, 4), (3, p * b)),
+        lambda x, *others: [
+            list(results)
+            for results in zip(*per_device(three_dots, spmd.all_gather(x, 0), *others), strict=True)
+        ],
+    ),
+    "gather_untiled": Pattern(
+        lambda x, w: jnp.einsum("pmk,pkn->mn", gather(x, tiled=False), w),
+        lambda p, b: ((7, 3), (p, 3, 4)),
+        lambda x, w: [
+            per_device(lambda g, w: np.einsum("pmk,pkn->mn", g, w), spmd.all_gather(x, 0, tiled=False), w)
+        ],
+        tiled=False,
+    ),
+    "scatter": Pattern(
+        lambda x, w: scatter(x @ w),
+        lambda p, b: ((p * b, 3), (3, 9)),
+        lambda x, w: [spmd.psum_scatter(per_device(np.matmul, x, w), 0)],
+    ),
+    "scatter_columns": Pattern(
+        lambda x, w: scatter(x @ w, 1),
+        lambda p, b: ((9, 3), (3, p * b)),
+        lambda x, w: [spmd.psum_scatter(per_device(np.matmul, x, w), 1)],
+    ),
+    "scatter_untiled": Pattern(
+        lambda x, w: scatter(x @ w, 1, tiled=False),
+        lambda p, b: ((9, 3), (3, p)),
+        lambda x, w: [spmd.psum_scatter(per_device(np.matmul, x, w), 1, tiled=False)],
+        tiled=False,
+    ),
+    "psum": Pattern(
+        lambda x, w: lax.psum(x @ w, "x"),
+        lambda p, b: ((p * b, 3), (3, 9)),
+        lambda x, w: [spmd.psum(per_device(np.matmul, x, w))],
+    ),
+    "psum_then_dot": Pattern(
+        lambda x, w, v: lax.psum(x @ w, "x") @ v,
+        lambda p, b: ((p * b, 3), (3, 9), (9, 2)),
+        lambda x, w, v: [per_device(np.matmul, spmd.psum(per_device(np.matmul, x, w)), v)],
+    ),
+}
+
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "axis_size": (2, 3, 4, 8),
+    "directions": (1, 2),
+    "chains": (1, 2),
+    "orders": (0, 1, 2),
+    "unroll": (0, 1, 2, 3, 4),
+    "dtype": ("float32", "bfloat16", "int32"),
+    "check_vma": (True, False),
+}
+GATHERS = {**OPTIONS, "joined": (False, True), "columns": (1, 2, 3)}
+SCATTERS = {**OPTIONS, "across": (False, True), "wire": ("float32", "operand")}
+PSUMS = {**SCATTERS, "joined": (False, True)}
+
+
+def options_of(name: str) -> dict[str, tuple[Any, ...]]:
+    kind = {"gather": GATHERS, "psum": PSUMS}.get(name.split("_")[0], SCATTERS)
+    return kind if PATTERNS[name].columns or "columns" not in kind else {**kind, "columns": (1,)}
+
+
+def pairwise(options: dict[str, tuple[Any, ...]], seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Few combinations in which every two choices of different options occur together."""
+    rng = random.Random(seed)
+
+    def pairs(choice: dict[str, Any]) -> set[Any]:
+        return set(itertools.combinations(choice.items(), 2))
+
+    missing = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(options, 2)
+        for x, y in itertools.product(options[a], options[b])
+    }
+    while missing:
+        first = sorted(missing, key=repr)[0]
+        tried = [
+            {name: dict(first).get(name, rng.choice(values)) for name, values in options.items()}
+            for _ in range(100)
+        ]
+        best = max(tried, key=lambda choice: len(missing & pairs(choice)))
+        missing -= pairs(best)
+        yield best
+
+
+def orders_of(count: int, axis_size: int, seed: int = 1) -> tuple[tuple[int, ...], ...]:
+    """So many different orders, none of them the places' own where there are others."""
+    rng = random.Random(seed)
+    if count == 0:
+        return ()
+    places = list(range(axis_size))
+    found = {tuple(places[::-1])}
+    while len(found) < min(count, 2 if axis_size == 2 else count):
+        rng.shuffle(places)
+        found.add(tuple(places))
+    return tuple(sorted(found, reverse=True))[:count]
+
+
+def schedule_of(name: str, choice: dict[str, Any], block: int) -> RingSchedule:
+    """The schedule that was chosen, with fewer rings, chains and directions where blocks are too small."""
+    unit = block if PATTERNS[name].tiled else 1
+    if choice.get("across") and name != "psum_then_dot":
+        unit = ACROSS
+    known = {field.name for field in dataclasses.fields(RingSchedule)} - {"orders"}
+    schedule = RingSchedule(
+        **{name: value for name, value in choice.items() if name in known},
+        orders=orders_of(choice["orders"], choice["axis_size"]),
+    )
+    for fewer in ({"chains": 1}, {"orders": schedule.orders[:1]}, {"directions": 1}):
+        if schedule.pieces > unit:
+            schedule = dataclasses.replace(schedule, **fewer)  # type: ignore[arg-type]
+    return schedule
+
+
+def arguments(
+    shapes: tuple[tuple[int, ...], ...], axis_size: int, dtype: str, leading: tuple[int, ...] = ()
+) -> Numbers:
+    """Random arguments of all devices."""
+    rng = np.random.default_rng(3)
+    drawn = [rng.normal(size=(*leading, axis_size, *shape)) for shape in shapes]
+    if dtype == "int32":
+        return tuple(np.asarray(3 * each, dtype) for each in drawn)
+    return tuple(np.asarray(jnp.asarray(each, dtype)) for each in drawn)
+
+
+def jitted(body: Callable[..., Any], count: int, axis_size: int, *, check_vma: bool = True) -> Any:
+    """The program of all devices, on arrays whose first dim is the device's."""
+
+    def on_device(*stacked: Any) -> Any:
+        return jax.tree.map(lambda out: out[None], body(*(each[0] for each in stacked)))
+
+    spec = PartitionSpec("x")
+    return jax.jit(
+        jax.shard_map(
+            on_device,
+            mesh=spmd.mesh_of(axis_size),
+            in_specs=(spec,) * count,
+            out_specs=spec,
+            check_vma=check_vma,
+        )
+    )
+
+
+def as_ring(function: Any) -> Any:
+    return overlap.overlap_collectives(function, policy="always", strict=True, hardware="tpu_v5p")
+
+
+def exact(pattern: Pattern, given_arguments: Numbers) -> list[Any]:
+    wide = [list(np.asarray(each, np.float64)) for each in given_arguments]
+    return [np.stack(result) for result in pattern.reference(*wide)]
+
+
+def assert_close(results: Any, references: list[Any], arguments_dtype: str, roundings: int = 1) -> None:
+    """Equal for integers; else within so many roundings of the largest sums, and those of float32 dots."""
+    results = results if isinstance(results, tuple) else (results,)
+    assert len(results) == len(references)
+    for result, reference in zip(results, references, strict=True):
+        assert result.dtype == arguments_dtype and result.shape == reference.shape
+        scale = np.abs(reference).max()
+        unit = 0.0 if arguments_dtype == "int32" else 2e-6
+        if arguments_dtype == "bfloat16":
+            unit = roundings * 2.0**-8
+        np.testing.assert_allclose(
+            np.asarray(result, np.float64),
+            reference,
+            rtol=0,
+            atol=2 * unit * scale,
+            err_msg=str(result.dtype),
+        )

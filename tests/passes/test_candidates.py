@@ -1,0 +1,280 @@
+"""Which schedules are proposed for a chain: no more pieces than fit, and only forms that apply."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given
+from jax import lax
+
+from cost_model import Axis, Topology, by_name, names
+from passes import rules, shims
+from passes.candidates import (
+    COLUMNS,
+    EXCHANGE,
+    LEAST_COLUMN,
+    LONGEST_UNROLLED,
+    MOST_PIECES,
+    UNROLL,
+    candidates,
+)
+from passes.chains import AllGatherDot, Chain, DotPsum
+from passes.graph import Dataflow
+from passes.rules import DEFAULT, EXPLICIT, IMPLIED, rule
+from passes.schedule import RingSchedule, across, divisions
+from tests.passes import bodies
+
+HARDWARE = [by_name(name) for name in names()]
+V5P = by_name("tpu_v5p")
+
+
+def shard(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def chain_of(body: Callable[..., Any], *shards: Any, axis_size: int = 4) -> tuple[Dataflow, Chain]:
+    """The largest chain of a program with one collective."""
+    flow, (match,) = bodies.matched(body, *shards, axis_size=axis_size, check_vma=False)
+    assert isinstance(match.found, tuple), match.found
+    return flow, match.found[0]
+
+
+def gather_free(block: int = 8, axis_size: int = 4) -> tuple[Dataflow, Chain]:
+    def body(x: Any, w: Any) -> Any:
+        return lax.all_gather(x, "x", tiled=True) @ w
+
+    return chain_of(body, shard(block, 16), shard(16, 8), axis_size=axis_size)
+
+
+def gather_contracting(rows: int = 64, block: int = 8) -> tuple[Dataflow, Chain]:
+    def body(x: Any, w: Any) -> Any:
+        return lax.all_gather(x, "x", axis=1, tiled=True) @ w
+
+    return chain_of(body, shard(rows, block), shard(4 * block, 8))
+
+
+def scatter(block: int = 8, n: int = 16, dtype: Any = jnp.bfloat16) -> tuple[Dataflow, Chain]:
+    def body(x: Any, w: Any) -> Any:
+        return lax.psum_scatter(x @ w, "x", tiled=True)
+
+    return chain_of(body, shard(4 * block, 6, dtype=dtype), shard(6, n, dtype=dtype))
+
+
+def scatter_of_two_dots() -> tuple[Dataflow, Chain]:
+    def body(x: Any, w: Any) -> Any:
+        return lax.psum_scatter(x @ w + (2 * x) @ w, "x", tiled=True)
+
+    return chain_of(body, shard(32, 6), shard(6, 16))
+
+
+def psum(block: int = 8) -> tuple[Dataflow, Chain]:
+    return chain_of(lambda x, w: lax.psum(x @ w, "x"), shard(4 * block, 6), shard(6, 16))
+
+
+def psum_then_dot(block: int = 8) -> tuple[Dataflow, Chain]:
+    def body(x: Any, w: Any, v: Any) -> Any:
+        return lax.psum(x @ w, "x") @ v
+
+    return chain_of(body, shard(4 * block, 6), shard(6, 16), shard(16, 4))
+
+
+def exchange() -> tuple[Dataflow, Chain]:
+    def body(x: Any, w: Any) -> Any:
+        return lax.all_to_all(x, "x", 0, 1, tiled=True) @ w
+
+    return chain_of(body, shard(8, 4), shard(16, 8))
+
+
+CHAINS = {
+    f.__name__: f
+    for f in (gather_free, gather_contracting, scatter, scatter_of_two_dots, psum, psum_then_dot, exchange)
+}
+AXES = {
+    "ring": Axis(V5P, 4),
+    "line": Axis(by_name("tpu_v5e"), 4),
+    "switch": Axis(by_name("h100"), 4),
+    "cpu": Axis(by_name("cpu"), 4),
+    "reordered": Axis.of(Topology.torus((2, 2), by_name("tpu_v6e")), ((0, 1, 2, 3),)),
+    "three rings": Axis.of(Topology.torus((4, 4, 4), V5P), (tuple(range(64)),)),
+}
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("chain", CHAINS)
+def test_a_thorough_search_has_what_the_rule_has(chain: str, axis: str) -> None:
+    flow, found = CHAINS[chain]()
+    few = candidates(flow, found, AXES[axis])
+    many = candidates(flow, found, AXES[axis], thorough=True)
+    assert 0 < len(few) <= len(many)
+    assert set(few) <= set(many)
+    assert len(set(few)) == len(few) and len(set(many)) == len(many)
+
+
+@given(
+    st.sampled_from([gather_free, gather_contracting, scatter, psum, psum_then_dot]),
+    st.integers(1, 9),
+    st.sampled_from(sorted(AXES)),
+    st.booleans(),
+)
+def test_there_are_never_more_pieces_than_a_block_has_parts(
+    make: Any, block: int, axis: str, thorough: bool
+) -> None:
+    flow, chain = make(block=block)
+    assert divisions(flow, chain) == block
+    for schedule in candidates(flow, chain, AXES[axis], thorough=thorough):
+        assert schedule.pieces <= MOST_PIECES
+        # The other dim of the scattered dots here has 16 elements.
+        assert schedule.pieces <= (16 if schedule.across else block)
+
+
+def test_a_block_of_one_part_is_not_cut() -> None:
+    (schedule,) = {s.pieces for s in candidates(*gather_free(block=1), AXES["ring"], thorough=True)}
+    assert schedule == 1
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+@pytest.mark.parametrize("chain", [name for name in CHAINS if name != "exchange"])
+def test_where_one_hop_is_in_flight_at_a_time_nothing_is_cut(chain: str, thorough: bool) -> None:
+    assert not AXES["switch"].hardware.opposite_hops_overlap
+    found = candidates(*CHAINS[chain](), AXES["switch"], thorough=thorough)
+    assert {schedule.pieces for schedule in found} == {1}
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+def test_one_piece_is_neither_joined_nor_cut_across(thorough: bool) -> None:
+    for make, axis in itertools.product(CHAINS.values(), AXES.values()):
+        for schedule in candidates(*make(), axis, thorough=thorough):
+            assert schedule.pieces > 1 or not (schedule.joined or schedule.across)
+
+
+def test_blocks_that_cannot_be_cut_may_be_cut_across() -> None:
+    flow, chain = scatter(block=1)
+    assert {s.pieces for s in candidates(flow, chain, AXES["ring"], thorough=True) if not s.across} == {1}
+    assert {s.pieces for s in candidates(flow, chain, AXES["ring"], thorough=True) if s.across} == {2, 4}
+
+
+def test_pieces_across_fit_into_the_other_dim() -> None:
+    flow, chain = scatter(block=8, n=3)
+    assert {s.pieces for s in candidates(flow, chain, AXES["ring"], thorough=True) if s.across} == {2}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_only_what_has_another_dim_is_cut_across_or_in_columns(chain: str) -> None:
+    flow, found = CHAINS[chain]()
+    schedules = candidates(flow, found, AXES["ring"], thorough=True)
+    scattered = found.scatter if isinstance(found, DotPsum) else found
+    possible = across(flow, scattered) is not None
+    assert possible == (chain in ("gather_contracting", "scatter", "psum", "psum_then_dot"))
+    gathers = isinstance(found, AllGatherDot)
+    assert any(s.across for s in schedules) == (possible and not gathers)
+    assert all(s.columns == 1 for s in schedules), "too narrow here"
+    assert any(s.joined for s in schedules) == (gathers and chain != "exchange")
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(511, {1}), (512, {1, 2}), (1024, {1, 2, 4}), (4096, {1, 2, 4, 8})]
+)
+def test_columns_are_wide_enough_for_the_matrix_unit(rows: int, columns: set[int]) -> None:
+    assert LEAST_COLUMN == 256 and max(COLUMNS) == 8
+    for thorough in (False, True):
+        flow, chain = gather_contracting(rows)
+        found = candidates(flow, chain, AXES["ring"], thorough=thorough)
+        assert {schedule.columns for schedule in found} == columns
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_long_rings_are_rolled(known: bool, thorough: bool) -> None:
+    flow, chain = gather_free()
+    for size, unroll in ((LONGEST_UNROLLED, 0), (LONGEST_UNROLLED + 1, UNROLL)):
+        longer = _resized(chain, size)
+        found = candidates(flow, longer, Axis(V5P, size) if known else None, thorough=thorough)
+        assert {schedule.unroll for schedule in found} == {unroll}
+
+
+def _resized(chain: Chain, axis_size: int) -> Any:
+    """The chain on an axis of another size, as far as the choice of schedules looks at it."""
+    assert isinstance(chain, AllGatherDot)
+    return dataclasses.replace(chain, collective=dataclasses.replace(chain.collective, axis_size=axis_size))
+
+
+def test_the_orders_of_an_axis_are_used_one_by_one_and_together() -> None:
+    flow, chain = gather_free(block=8)
+    axis = AXES["three rings"]
+    orders = tuple(order.order for order in axis.orders)
+    assert len(orders) == 3
+    found = {(s.directions, s.orders) for s in candidates(flow, chain, axis, thorough=True)}
+    # Four pieces at most, so that three rings run one way only.
+    assert found == {(1, orders[:1]), (2, orders[:1]), (1, orders[:2]), (2, orders[:2]), (1, orders)}
+
+
+def test_a_ring_in_the_axis_s_own_order_needs_none() -> None:
+    flow, chain = gather_free()
+    straight = Axis.of(Topology.axis(4, V5P), ((0, 1, 2, 3),))
+    assert {s.orders for s in candidates(flow, chain, straight, thorough=True)} == {()}
+    assert {s.orders for s in candidates(flow, chain, AXES["reordered"])} == {((0, 1, 3, 2),)}
+
+
+def test_sums_travel_as_the_collective_would_send_them() -> None:
+    flow, chain = scatter()
+    assert {s.wire for s in candidates(flow, chain, AXES["cpu"])} == {"float32"}
+    with mock.patch.object(shims, "device_kind", lambda _: "TPU v5"):
+        assert {s.wire for s in candidates(flow, chain, AXES["ring"])} == {"operand"}
+        assert {s.wire for s in candidates(flow, chain, AXES["cpu"])} == {"float32"}
+    # The program runs on virtual CPU devices, whatever hardware it is priced for.
+    assert {s.wire for s in candidates(flow, chain, AXES["ring"])} == {"float32"}
+
+
+def test_an_all_to_all_is_exchanged() -> None:
+    for axis in (None, AXES["ring"], AXES["three rings"]):
+        assert candidates(*exchange(), axis) == (EXCHANGE,)
+    assert str(EXCHANGE) == "exchange"
+
+
+def test_without_hardware_the_last_schedule_goes_both_ways_where_it_can() -> None:
+    assert candidates(*gather_free()) == (RingSchedule(directions=1), RingSchedule(directions=2))
+    assert candidates(*gather_free(block=1)) == (RingSchedule(directions=1),)
+
+
+# Rules.
+
+
+@pytest.mark.parametrize("hardware", HARDWARE, ids=lambda hardware: hardware.name)
+@pytest.mark.parametrize("explicit", [True, False])
+def test_what_a_rule_says_is_proposed(hardware: Any, explicit: bool) -> None:
+    axis = Axis(hardware, 4)
+    with mock.patch.object(shims, "EXPLICIT_STARTS", explicit):
+        for make in (gather_free, scatter):
+            flow, chain = make()
+            known = rule(hardware, chain)
+            found = candidates(flow, chain, axis)
+            assert any(
+                (s.chains, s.across, s.joined) == (known.chains, known.across, known.joined) for s in found
+            )
+            assert {s.directions for s in found} == ({1, 2} if hardware.opposite_hops_overlap else {1})
+            assert all(s.joined == (known.joined and s.pieces > 1) for s in found)
+
+
+def test_every_tpu_has_rules_and_the_others_the_default() -> None:
+    for table in (EXPLICIT, IMPLIED):
+        assert {name for name, _ in table} == {name for name in names() if name.startswith("tpu")}
+        assert {pattern for _, pattern in table} == {"gather", "scatter"}
+    for hardware in HARDWARE:
+        for make, pattern in ((gather_free, "gather"), (scatter, "scatter"), (psum, "scatter")):
+            _, chain = make()
+            default = rule(hardware, chain) == DEFAULT[pattern]  # type: ignore[index]
+            assert default or hardware.name.startswith("tpu")
+
+
+def test_a_rule_names_the_run_that_supports_it_and_fits_the_limit() -> None:
+    for known in (*EXPLICIT.values(), *IMPLIED.values(), *rules.DEFAULT.values()):
+        assert known.evidence.startswith("bench/results/") and known.evidence.endswith(".md")
+        assert 1 <= known.chains <= MOST_PIECES // 2, "both ways must fit"

@@ -1,0 +1,152 @@
+"""What the TPU compiler makes of rings: it takes every form, and hops run beside matmuls."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from overlap import tpu_target
+from overlap.hlo import Computation, Module, parse, trip_count
+from passes import shims
+
+ROOT = Path(__file__).resolve().parents[2]
+AXIS_SIZE = 8
+
+needs_libtpu = pytest.mark.skipif(tpu_target.missing() is not None, reason=str(tpu_target.missing()))
+
+FORMS: dict[str, dict[str, Any]] = {
+    "gather": {"directions": 2},
+    "gather one way, joined": {"directions": 1, "chains": 2, "joined": True},
+    "gather rolled": {"directions": 2, "unroll": 2},
+    "gather along two orders": {
+        "directions": 2,
+        "orders": ((0, 1, 2, 3, 7, 6, 5, 4), (0, 2, 4, 6, 1, 3, 5, 7)),
+    },
+    "sums": {"directions": 2},
+    "sums in columns": {"directions": 2, "columns": 2},
+    "scatter": {"directions": 2, "chains": 2},
+    "scatter one way": {"directions": 1, "chains": 2, "wire": "operand"},
+    "scatter across": {"directions": 2, "across": True},
+    "scatter rolled": {"directions": 2, "chains": 2, "unroll": 2},
+    "scatter of one sum": {"directions": 1},
+    "psum": {"directions": 2},
+    "psum rolled": {"directions": 2, "chains": 2, "unroll": 2},
+}
+"""Rings by what they are for; the first word is the pattern."""
+
+SCRIPT = """
+import json, sys
+from unittest import mock
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from overlap import overlap_collectives, tpu_target
+from passes.schedule import RingSchedule
+
+mesh = Mesh(np.array(tpu_target.devices("v5e:2x4")), ("x",))
+rows, columns = P("x"), P(None, "x")
+patterns = {
+    "gather": (lambda x, w: lax.all_gather(x, "x", tiled=True) @ w, (rows, columns), columns),
+    "sums": (lambda x, w: lax.all_gather(x, "x", axis=1, tiled=True) @ w, (columns, columns), columns),
+    "scatter": (lambda x, w: lax.psum_scatter(x @ w, "x", tiled=True), (columns, rows), rows),
+    "psum": (lambda x, w: lax.psum(x @ w, "x"), (columns, rows), P()),
+}
+texts = {}
+for name, form in json.loads(sys.argv[1]).items():
+    body, ins, out = patterns[name.split()[0]]
+    form["orders"] = tuple(map(tuple, form.get("orders", ())))
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(((1024, 1024), (1024, 2048)), ins)
+    ]
+    function = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=out))
+    with mock.patch("passes.decide.candidates", lambda *_, **__: (RingSchedule(**form),)):
+        lowered = overlap_collectives(function, policy="always", strict=True).lower(*arguments)
+    texts[name] = lowered.compile().as_text()
+print(json.dumps(texts))
+"""
+
+
+@cache
+def compiled() -> dict[str, Module]:
+    """Every form's scheduled module, compiled in a process of its own that only sees CPUs."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(FORMS)],
+        env={**os.environ, **tpu_target.ENVIRONMENT, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    return {name: parse(text) for name, text in json.loads(done.stdout.splitlines()[-1]).items()}
+
+
+def runs(module: Module) -> dict[str, int]:
+    """How often each computation of the entry and of its loops runs."""
+    counts = {module.entry: 1}
+    for instruction in module.entry_computation.instructions:
+        if instruction.opcode == "while":
+            times = trip_count(module, instruction) or 0
+            counts.update(dict.fromkeys(instruction.calls, times))
+    return counts
+
+
+def multiplies(module: Module, name: str) -> bool:
+    """Whether a computation multiplies matrices."""
+    computation = module.computation(name)
+    return any(
+        i.opcode in ("convolution", "dot") or any(multiplies(module, inner) for inner in i.calls)
+        for i in computation.instructions
+    )
+
+
+def exposed(module: Module, computation: Computation) -> list[str]:
+    """The hops whose done comes before any matmul that follows their start."""
+    waiting: dict[str, bool] = {}
+    found = []
+    for instruction in computation.instructions:
+        if instruction.opcode == "collective-permute-start":
+            waiting[instruction.name] = False
+        elif instruction.opcode == "collective-permute-done":
+            (start,) = instruction.operands
+            if not waiting.pop(start):
+                found.append(start)
+        elif instruction.opcode in ("convolution", "dot") or (
+            instruction.opcode == "fusion" and any(multiplies(module, name) for name in instruction.calls)
+        ):
+            waiting = dict.fromkeys(waiting, True)
+    assert not waiting, "every hop that starts is waited for"
+    return found
+
+
+def permutes(module: Module) -> int:
+    """Hops of one device, those in loops as often as they run."""
+    return sum(
+        times * sum(i.opcode == "collective-permute-start" for i in module.computation(name).instructions)
+        for name, times in runs(module).items()
+    )
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", FORMS)
+def test_the_compiler_takes_a_ring_and_keeps_its_hops(name: str) -> None:
+    form, module = FORMS[name], compiled()[name]
+    pieces = form["directions"] * form.get("chains", 1) * max(1, len(form.get("orders", ())))
+    assert module.is_scheduled
+    assert permutes(module) == pieces * form.get("columns", 1) * (AXIS_SIZE - 1)
+
+
+@needs_libtpu
+@pytest.mark.skipif(not shims.EXPLICIT_STARTS, reason="the compiler of this jax places the starts itself")
+@pytest.mark.parametrize("name", FORMS)
+def test_every_hop_that_is_started_explicitly_has_a_matmul_beside_it(name: str) -> None:
+    module = compiled()[name]
+    assert [hop for each in runs(module) for hop in exposed(module, module.computation(each))] == []

@@ -1,0 +1,295 @@
+"""Every schedule gives the values of the collective: forms, axis sizes, orders, loops, dtypes, transforms."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from passes import shims
+from passes.schedule import RingSchedule
+from tests.passes import spmd
+from tests.passes.hop_count import hops
+from tests.passes.ring_patterns import (
+    GATHERS,
+    PATTERNS,
+    arguments,
+    as_ring,
+    assert_close,
+    exact,
+    jitted,
+    options_of,
+    pairwise,
+    scatter,
+    schedule_of,
+)
+
+
+def cases() -> Iterator[Any]:
+    """For patterns of one kind every pair of choices with one another, and with each pattern."""
+    kinds: dict[Any, list[str]] = {}
+    for name in PATTERNS:
+        kinds.setdefault(tuple(options_of(name).items()), []).append(name)
+    for options, names in kinds.items():
+        for choice in pairwise({"name": tuple(names), **dict(options)}):
+            name = choice.pop("name")
+            if name == "psum_then_dot" and choice["dtype"] == "bfloat16":
+                # Sums are rounded before the next dot: that is another program's precision.
+                choice["dtype"] = "float32"
+            label = "-".join(f"{value}" for value in choice.values())
+            yield pytest.param(name, choice, id=f"{name}-{label}")
+
+
+@pytest.mark.parametrize(("name", "choice"), list(cases()))
+def test_a_schedule_gives_the_values_of_the_collective(name: str, choice: dict[str, Any]) -> None:
+    pattern, axis_size, dtype = PATTERNS[name], choice["axis_size"], choice["dtype"]
+    # Nine is cut into 1, 2, 4 and 8 pieces, most of them of different sizes.
+    block = 9
+    given_arguments = arguments(pattern.shapes(axis_size, block), axis_size, dtype)
+    schedule = schedule_of(name, choice, block)
+    function = jitted(pattern.body, len(given_arguments), axis_size, check_vma=choice["check_vma"])
+    with spmd.only_schedule(schedule):
+        ring = as_ring(function)
+        (site,) = ring.explain(*given_arguments).sites
+        results = ring(*given_arguments)
+        sent = hops(jax.make_jaxpr(ring)(*given_arguments))
+    assert site.rewritten and site.schedule == str(schedule)
+    one = schedule.pieces * (axis_size - 1)
+    if name == "psum_then_dot":
+        assert sent == one + one // schedule.chains
+    else:
+        assert sent == one * schedule.columns
+    roundings = axis_size + 1 if schedule.wire == "operand" else 1
+    assert_close(results, exact(pattern, given_arguments), dtype, roundings)
+
+
+def test_all_choices_meet_in_pairs() -> None:
+    chosen = list(pairwise(GATHERS))
+    for a, b in itertools.combinations(GATHERS, 2):
+        met = {(choice[a], choice[b]) for choice in chosen}
+        assert met == set(itertools.product(GATHERS[a], GATHERS[b]))
+
+
+# Precision.
+
+
+def _scatter_errors(axis_size: int, schedule: RingSchedule) -> tuple[Any, Any, Any]:
+    """Elementwise errors of a bfloat16 scatter ring, its exact sums, and the sums of its terms' sizes."""
+    rng = np.random.default_rng(11)
+    x, w = (
+        np.asarray(jnp.asarray(rng.normal(size=(axis_size, *shape)), "bfloat16"))
+        for shape in ((8 * axis_size, 16), (16, 24))
+    )
+    with spmd.only_schedule(schedule):
+        result = as_ring(jitted(lambda x, w: scatter(x @ w), 2, axis_size))(x, w)
+    products = [a @ b for a, b in zip(x.astype(np.float64), w.astype(np.float64), strict=True)]
+    reference = np.stack(spmd.psum_scatter(products, 0))
+    sizes = np.stack(spmd.psum_scatter([np.abs(each) for each in products], 0))
+    return np.abs(np.asarray(result, np.float64) - reference), np.abs(reference), sizes
+
+
+@pytest.mark.parametrize(
+    "form", [{}, {"chains": 2}, {"across": True}, {"chains": 2, "across": True}, {"unroll": 2}], ids=str
+)
+def test_a_narrow_wire_rounds_once_per_hop(form: Any) -> None:
+    """Each hop rounds a partial sum, at most the sum of its terms' sizes, by half a unit of bfloat16: 2^-9
+    of a power of two above it, at most 2^-8 of itself. The result is rounded once more."""
+    axis_size = 8
+    half_unit = 2.0**-8
+    error, sums, sizes = _scatter_errors(axis_size, RingSchedule(directions=2, wire="operand", **form))
+    bound = (axis_size - 1) * half_unit * (1 + half_unit) ** axis_size * sizes + half_unit * sums
+    assert (error <= bound + 1e-5 * sizes).all()
+    wide_error, *_ = _scatter_errors(axis_size, RingSchedule(directions=2, wire="float32", **form))
+    assert (wide_error <= half_unit * sums + 1e-5 * sizes).all()
+    assert np.sqrt(np.mean(wide_error**2)) < 0.7 * np.sqrt(np.mean(error**2))
+
+
+# Transforms.
+
+FORMS = {
+    "both_ways": RingSchedule(directions=2),
+    "chains": RingSchedule(directions=2, chains=2, across=True, joined=True),
+    "rolled": RingSchedule(directions=2, unroll=1),
+    "reordered": RingSchedule(directions=1, orders=((2, 0, 3, 1),)),
+    "two_rings_rolled": RingSchedule(directions=2, unroll=1, orders=((0, 2, 1, 3), (3, 0, 1, 2))),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["gather_free", "gather_contracting", "scatter", "psum_then_dot"])
+def test_a_ring_under_vmap(name: str, form: str) -> None:
+    pattern = PATTERNS[name]
+    given_arguments = arguments(pattern.shapes(4, 4), 4, "float32", (3,))
+    function = jitted(pattern.body, len(given_arguments), 4)
+    with spmd.only_schedule(FORMS[form]):
+        mapped = jax.vmap(as_ring(function))
+        assert hops(jax.make_jaxpr(mapped)(*given_arguments)) > 0
+        results = mapped(*given_arguments)
+    references = [exact(pattern, tuple(each[i] for each in given_arguments))[0] for i in range(3)]
+    assert_close(results, [np.stack(references)], "float32")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", ["gather_free", "gather_contracting", "scatter"])
+def test_the_gradient_of_a_ring(name: str, check_vma: bool, form: str) -> None:
+    pattern = PATTERNS[name]
+    x, w = arguments(pattern.shapes(4, 4), 4, "float32")
+    (result,) = exact(pattern, (x, w))
+    weights = np.random.default_rng(5).normal(size=result.shape).astype(np.float32)
+    function = jitted(pattern.body, 2, 4, check_vma=check_vma)
+    with spmd.only_schedule(FORMS[form]):
+        ring = as_ring(function)
+        gradient = jax.grad(lambda x, w: (weights * ring(x, w)).sum(), (0, 1))
+        assert hops(jax.make_jaxpr(gradient)(x, w)) > 0
+        results = jax.jit(gradient)(x, w)
+    wide_x, wide_w, cotangents = (list(np.asarray(each, np.float64)) for each in (x, w, weights))
+    if name == "scatter":
+        whole = np.concatenate(cotangents)
+        expected = [[whole @ b.T for b in wide_w], [a.T @ whole for a in wide_x]]
+    else:
+        dim = 0 if name == "gather_free" else 1
+        gathered = np.concatenate(wide_x, dim)
+        total = sum(c @ b.T for c, b in zip(cotangents, wide_w, strict=True))
+        expected = [np.split(total, 4, dim), [gathered.T @ c for c in cotangents]]
+    assert_close(results, [np.stack(each) for each in expected], "float32", 4)
+
+
+# Sums that arrive before the product that adds to them, as on TPU.
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["scatter", "psum_then_dot"])
+def test_sums_may_arrive_before_the_product(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shims, "on_tpu", lambda aval: True)
+    pattern = PATTERNS[name]
+    given_arguments = arguments(pattern.shapes(4, 5), 4, "float32")
+    with spmd.only_schedule(FORMS[form]):
+        results = as_ring(jitted(pattern.body, len(given_arguments), 4))(*given_arguments)
+    assert_close(results, exact(pattern, given_arguments), "float32")
+
+
+# Hops that are started explicitly.
+
+explicit_only = pytest.mark.skipif(
+    not shims.EXPLICIT_STARTS, reason=f"jax {jax.__version__} has no explicit start that a barrier takes"
+)
+
+
+@pytest.fixture
+def explicit_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Explicit starts on CPU, without barriers: one that takes a future along ends the process there."""
+    monkeypatch.setattr(shims, "explicit_starts", lambda aval: True)
+    for emitter in ("gather_ring", "scatter_ring"):
+        monkeypatch.setattr(f"passes.{emitter}.tie", lambda *values: values)
+
+
+EXPLICIT = {
+    "one_piece": RingSchedule(directions=1),
+    "narrow": RingSchedule(directions=2, wire="operand"),
+    "columns": RingSchedule(directions=2, columns=2),
+    "rolled_by_two": RingSchedule(directions=2, chains=2, unroll=2),
+    **{name: form for name, form in FORMS.items() if name != "both_ways"},
+}
+SPAN = {name: 4 if form.orders else 8 for name, form in EXPLICIT.items()}
+
+
+@explicit_only
+@pytest.mark.usefixtures("explicit_starts")
+@pytest.mark.parametrize("form", EXPLICIT)
+@pytest.mark.parametrize(
+    ("name", "on_tpu"),
+    [
+        ("gather_free", True),
+        ("gather_contracting", False),
+        ("scatter", True),
+        ("scatter", False),
+        ("psum_then_dot", True),
+    ],
+)
+def test_explicit_starts_give_the_values_of_the_collective(
+    name: str, on_tpu: bool, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shims, "on_tpu", lambda aval: on_tpu)
+    pattern, axis_size, schedule = PATTERNS[name], SPAN[form], EXPLICIT[form]
+    if not pattern.columns:
+        schedule = dataclasses.replace(schedule, columns=1)
+    given_arguments = arguments(pattern.shapes(axis_size, 5), axis_size, "float32")
+    function = jitted(pattern.body, len(given_arguments), axis_size, check_vma=form != "narrow")
+    with spmd.only_schedule(schedule):
+        ring = as_ring(function)
+        assert hops(jax.make_jaxpr(ring)(*given_arguments), "ppermute_start") > 0
+        results = ring(*given_arguments)
+    assert_close(results, exact(pattern, given_arguments), "float32")
+
+
+@explicit_only
+@pytest.mark.usefixtures("explicit_starts")
+@pytest.mark.parametrize("form", ["chains", "rolled"])
+@pytest.mark.parametrize("name", ["gather_free", "scatter"])
+def test_explicit_starts_under_vmap(name: str, form: str) -> None:
+    pattern = PATTERNS[name]
+    given_arguments = arguments(pattern.shapes(4, 4), 4, "float32", (3,))
+    with spmd.only_schedule(FORMS[form]):
+        mapped = jax.vmap(as_ring(jitted(pattern.body, 2, 4)), in_axes=(0, None))
+        x, w = given_arguments[0], given_arguments[1][0]
+        assert hops(jax.make_jaxpr(mapped)(x, w), "ppermute_start") > 0
+        results = mapped(x, w)
+    references = [exact(pattern, (each, w))[0] for each in x]
+    assert_close(results, [np.stack(references)], "float32")
+
+
+@explicit_only
+@pytest.mark.usefixtures("explicit_starts")
+@pytest.mark.parametrize("name", ["gather_free", "scatter"])
+def test_the_gradient_of_explicit_starts(name: str) -> None:
+    pattern = PATTERNS[name]
+    x, w = arguments(pattern.shapes(4, 4), 4, "float32")
+    function = jitted(pattern.body, 2, 4)
+    with spmd.only_schedule(FORMS["chains"]):
+        ring = as_ring(function)
+        results = jax.grad(lambda x, w: (ring(x, w) ** 2).sum(), (0, 1))(x, w)
+    plain = jax.grad(lambda x, w: (function(x, w) ** 2).sum(), (0, 1))(x, w)
+    assert_close(results, [np.asarray(each, np.float64) for each in plain], "float32", 4)
+
+
+# Anything else.
+
+
+@st.composite
+def drawn(draw: Any) -> tuple[str, dict[str, Any], int]:
+    name = draw(st.sampled_from(sorted(PATTERNS)))
+    choice = {option: draw(st.sampled_from(values)) for option, values in options_of(name).items()}
+    return name, {**choice, "dtype": "float32"}, draw(st.integers(1, 10))
+
+
+@settings(max_examples=15, deadline=None)
+@given(drawn())
+def test_any_schedule_of_any_block_gives_the_values(case: tuple[str, dict[str, Any], int]) -> None:
+    name, choice, block = case
+    pattern, axis_size = PATTERNS[name], choice["axis_size"]
+    given_arguments = arguments(pattern.shapes(axis_size, block), axis_size, "float32")
+    function = jitted(pattern.body, len(given_arguments), axis_size, check_vma=choice["check_vma"])
+    with spmd.only_schedule(schedule_of(name, choice, block)):
+        ring = as_ring(function)
+        results = ring(*given_arguments)
+        assert [site.rewritten for site in ring.explain(*given_arguments).sites] == [True]
+    assert_close(results, exact(pattern, given_arguments), "float32")
+
+
+def test_more_pieces_than_a_block_has_parts_are_refused() -> None:
+    pattern = PATTERNS["gather_free"]
+    given_arguments = arguments(pattern.shapes(4, 3), 4, "float32")
+    with (
+        spmd.only_schedule(RingSchedule(directions=2, chains=2)),
+        pytest.raises(ValueError, match=r"3 part\(s\) cannot be cut into 4"),
+    ):
+        as_ring(jitted(pattern.body, 2, 4))(*given_arguments)
