@@ -3,6 +3,7 @@
     pairs.py first          the pair that `make test` runs
     pairs.py others         those that `make test-all` adds
     pairs.py python PAIR    sets the pair's environment up under .venv/ and prints its interpreter
+    pairs.py gpu            the same with XLA's GPU compiler (no CUDA, no GPU), for the newest pair found
 
 Needs the standard library only. The answer goes to stdout, what is going on to stderr. $PYTHON, where set, is
 the interpreter of the first pair.
@@ -19,7 +20,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
 VENVS = ROOT / ".venv"
@@ -48,6 +49,8 @@ def main(arguments: list[str]) -> int:
         print("\n".join(tag(version) for version in others()))
     elif len(arguments) == 2 and arguments[0] == "python":
         print(environment(arguments[1]))
+    elif arguments == ["gpu"]:
+        print(environment(tag(max((first(), *others()))), gpu=True))
     else:
         print(__doc__, file=sys.stderr)
         return 2
@@ -90,25 +93,38 @@ def others() -> list[Version]:
     return [version for version in SUPPORTED if version in found - {known}]
 
 
-def environment(pair: str) -> Path:
-    """The interpreter of the pair's virtual environment, which is made or brought up to date first."""
-    folder = VENVS / pair
+def environment(pair: str, *, gpu: bool = False) -> Path:
+    """The interpreter of the pair's virtual environment, which is made or brought up to date first.
+
+    Args:
+      pair: its tag.
+      gpu: the environment with XLA's GPU compiler, which is apart: jax would look for GPUs in every process.
+    """
+    name = f"{pair}-gpu" if gpu else pair
+    folder = VENVS / name
     python = folder / "bin" / "python"
     stamp = folder / "ready"
     version = next((v for v in {*SUPPORTED, *(v for v, _ in interpreters())} if tag(v) == pair), None)
     if version is None:
         fail(f"no such pair here: {pair}")
     wanted = hashlib.sha256(
-        "\0".join([str(ROOT), (ROOT / "pyproject.toml").read_text("utf-8"), pair]).encode()
+        "\0".join([str(ROOT), (ROOT / "pyproject.toml").read_text("utf-8"), name]).encode()
     ).hexdigest()
-    with locked(VENVS / f"{pair}.lock"):
+    with locked(VENVS / f"{name}.lock"):
         if stamp.is_file() and stamp.read_text() == wanted and probe(str(python)):
             return python
         stamp.unlink(missing_ok=True)
         say(f"setting up {folder.relative_to(ROOT)} (a few minutes the first time)")
         if not probe(str(python)):
             create(folder, version)
-        install(python, SUPPORTED.get(version, NEWEST), folder / "pip.log")
+        log = folder / "pip.log"
+        install(python, SUPPORTED.get(version, NEWEST), "[test]" if gpu else "[test,tpu]", log)
+        if gpu:
+            add_gpu_compiler(python, log)
+        elif subprocess.run([str(python), "-c", "import libtpu"], capture_output=True).returncode != 0:
+            say(
+                "libtpu is not available on this machine: what needs the TPU compiler is skipped, and says so"
+            )
         stamp.write_text(wanted)
     return python
 
@@ -126,16 +142,27 @@ def create(folder: Path, version: Version) -> None:
     fail(f"no Python {dotted(version)} that can make a virtual environment was found\n{said}")
 
 
-def install(python: Path, jax: str, log: Path) -> None:
+def install(python: Path, jax: str, extras: str, log: Path) -> None:
     """Installs the project in place, with everything that the demo and the tests need."""
-    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--upgrade"]
-    command += ["-e", f"{ROOT}[test,tpu]", jax]
     with log.open("w") as out:
-        done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        pip(python, ["--upgrade", "-e", f"{ROOT}{extras}", jax], out)
+
+
+def add_gpu_compiler(python: Path, log: Path) -> None:
+    """Adds XLA's GPU compiler, of jax's version, without the CUDA libraries, which only running needs."""
+    command = [str(python), "-c", "from importlib import metadata; print(metadata.version('jax'))"]
+    jax = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    with log.open("a") as out:
+        pip(python, ["--no-deps", *(f"jax-cuda12-{part}=={jax}" for part in ("plugin", "pjrt"))], out)
+
+
+def pip(python: Path, arguments: list[str], out: TextIO) -> None:
+    """Runs pip install."""
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-input", *arguments]
+    done = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
     if done.returncode != 0:
-        fail("".join(log.open().readlines()[-30:]) + f"pip failed; all it said is in {log}")
-    if subprocess.run([str(python), "-c", "import libtpu"], capture_output=True).returncode != 0:
-        say("libtpu is not available on this machine: what needs the TPU compiler is skipped, and says so")
+        said = Path(out.name).read_text("utf-8").splitlines(keepends=True)
+        fail("".join(said[-30:]) + f"pip failed; all it said is in {out.name}")
 
 
 def interpreters() -> Iterator[tuple[Version, str]]:

@@ -62,7 +62,7 @@ class Effort:
     threads: int = THREADS
 
 
-FULL: Final = Effort(rounds=15, target_s=0.06, ratios=RATIOS)
+FULL: Final = Effort(rounds=15, target_s=0.12, ratios=RATIOS)
 QUICK: Final = Effort(rounds=3, target_s=0.004, ratios=(1.0,), inner=512, outer=512)
 
 
@@ -176,9 +176,9 @@ def written(rows: Sequence[Row], found: Sequence[Goal], made_with: Mapping[str, 
         f"{kind}{made}.",
         "",
         "P processes with one CPU device each, gloo, one rate-limited link per process to a switch. The "
-        "ratio is as set and, in brackets, as measured. × is the speed-up over the original; ~ is within noise "
-        "(95 % bootstrap interval). Efficiency is max(compute, communication) / time. Predictions are relative to "
-        "what was measured. Processes beyond the number of cores share them.",
+        "ratio is as set and, in brackets, as measured. × is the speed-up over the original; ~ is within "
+        "noise (95 % bootstrap interval). Efficiency is max(compute, communication) / time. Predictions are "
+        "relative to what was measured. Processes beyond the number of cores share them.",
         "",
         table(rows),
         "",
@@ -195,7 +195,8 @@ def _signals_as_exits() -> Iterator[None]:
     def leave(number: int, _: Any) -> None:
         sys.exit(128 + number)
 
-    ends = (signal.SIGTERM, signal.SIGHUP)
+    # SIGINT, too: a shell that starts a run in the background has it ignored.
+    ends = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {end: signal.signal(end, leave) for end in ends}
     try:
         yield

@@ -26,6 +26,9 @@ TOLD: Final = b"TOLD "
 THREADS: Final = 4
 """XLA's threads per process: the one that runs a collective waits in it, and others have to compute."""
 
+DEVICE_COUNT: Final = "--xla_force_host_platform_device_count"
+"""The flag that gives a process more than one device; not here."""
+
 LIMIT_S: Final = 900.0
 """Seconds after which a command counts as hanging."""
 
@@ -44,9 +47,11 @@ def environment(threads: int, cache: str) -> dict[str, str]:
       threads: of XLA's pool; it would take the number of cores the process may use, which is one.
       cache: where ``autotune`` keeps what it finds.
     """
+    flags = os.environ.get("XLA_FLAGS", "").split()
     return {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": " ".join(flag for flag in flags if not flag.startswith(DEVICE_COUNT)),
         "PYTHONPATH": str(ROOT),
         "NPROC": str(threads),
         "OVERLAP_CACHE_DIR": cache,

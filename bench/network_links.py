@@ -13,6 +13,7 @@ import dataclasses
 import os
 import re
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -167,10 +168,16 @@ def links(count: int, cores: Sequence[int]) -> Iterator[Links]:
 
 
 def remove(names: Sequence[str]) -> None:
-    """Removes namespaces and their files, as far as they exist; links go with their namespaces."""
+    """Removes namespaces, what runs in them, and their files, as far as they exist.
+
+    Links go with their namespaces. Processes outlive a killed run: they wait for each other in a collective.
+    """
     there = set(namespaces())
     for name in names:
         if name in there:
+            for pid in _run(["ip", "netns", "pids", name]).split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
             _run(["ip", "netns", "delete", name], attempts=5)
         shutil.rmtree(HOSTS_FILES / name, ignore_errors=True)
     with contextlib.suppress(OSError):

@@ -236,7 +236,7 @@ def _tried(flow: Dataflow, proposal: Decision, network: Network, try_out: TryOut
     best = (
         "no ring could be run"
         if math.isinf(trial.ring_s)
-        else f"{trial.ring_s * 1e6:.0f} µs as the best ring"
+        else f"{trial.ring_s * 1e6:.0f} µs as the best ring tried"
     )
     detail = f"{detail}{best}. {trial.note}".rstrip()
     if trial.schedule is None:

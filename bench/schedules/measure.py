@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh
 import passes
 from bench.schedules import grid, programs
 from bench.schedules.case import Case, Slice
+from bench.schedules.order import order
 from bench.schedules.rows import AUTO, AUTOMATIC, ORIGINAL, POST_SPMD, TEXTBOOK, VERIFY, Figures, Row
 from cost_model import Topology, by_name
 from overlap import overlap_collectives, tpu_target
@@ -34,6 +35,28 @@ POST_SPMD_OPTIONS: Final[Mapping[str, str]] = {
     "xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd",
 }
 """With these XLA:TPU rewrites collectives of manual programs, as it does by default of automatic ones."""
+
+H100_ENVIRONMENT: Final[Mapping[str, str]] = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+    "CUDA_VISIBLE_DEVICES": "-1",
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false",
+}
+"""Environment of a process that compiles for H100s without one."""
+
+H100_TARGET: Final = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  device_memory_size: 84929347584 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 7 }
+runtime_version { major: 12 minor: 9 patch: 0 } device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+"""XLA's GpuTargetConfig of one H100 SXM."""
 
 _NAME: Final = re.compile(r"module @\S+")
 
@@ -59,6 +82,14 @@ def tpu_mesh(where: Slice) -> Mesh:
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 
+def h100_mesh() -> Mesh:
+    """Eight H100s behind one switch, to compile for; the process must have ``H100_ENVIRONMENT``."""
+    from jax.experimental import topologies
+
+    described = topologies.get_topology_desc(platform="cuda", target_config=H100_TARGET, topology="1x1x8")
+    return Mesh(np.array(described.devices), ("x",), axis_types=(AxisType.Auto,))
+
+
 def measure(case: Case, mesh: Mesh, *, verify: bool = True) -> Row:
     """The row of a case. A version that does not compile leaves its error; the others are not affected.
 
@@ -70,15 +101,15 @@ def measure(case: Case, mesh: Mesh, *, verify: bool = True) -> Row:
     start = time.perf_counter()
     problem = programs.problem(case)
     original = programs.manual(problem, mesh)
-    # The library's programs call what they keep: so does this, that a kept program is seen to be the same.
-    plain = programs.called(problem, mesh, original)
+    plain = programs.called(original, problem, mesh)
     versions: dict[str, tuple[Callable[[], Any], Mapping[str, str] | None]] = {
         ORIGINAL: (lambda: plain, None),
         AUTOMATIC: (lambda: programs.automatic(problem, mesh), None),
-        POST_SPMD: (lambda: plain, POST_SPMD_OPTIONS),
         TEXTBOOK: (lambda: programs.textbook(problem, mesh), None),
         AUTO: (lambda: overlap_collectives(original, policy="auto", strict=True), None),
     }
+    if case.slice.hardware.startswith("tpu"):
+        versions[POST_SPMD] = (lambda: plain, POST_SPMD_OPTIONS)
     if verify and can_verify():
         versions[VERIFY] = (lambda: overlap_collectives(original, policy="verify", strict=True), None)
     hardware = by_name(case.slice.hardware)
@@ -138,7 +169,7 @@ def compiled_figures(
     begin = time.perf_counter()
     decided = decisions(function, operands) if isinstance(function, Overlapped) else {}
     searched = time.perf_counter()
-    lowered = function.trace(*operands).lower()
+    lowered = function.trace(*operands).lower(lowering_platforms=platforms(topology))
     program = _NAME.sub("", lowered.as_text()), options is not None
     if program in known:
         return dataclasses.replace(known[program], **{**NOT_OURS, **decided}, search_s=searched - begin)
@@ -147,6 +178,7 @@ def compiled_figures(
     module = parse(compiled.as_text())
     timeline = simulate(module, topology=topology)
     sceptical = simulate(module, topology=topology, elementwise="bandwidth")
+    found = order(module, topology.hardware)
     known[program] = Figures(
         total_s=timeline.total_s,
         sceptical_s=sceptical.total_s,
@@ -158,9 +190,17 @@ def compiled_figures(
         temp_bytes=int(compiled.memory_analysis().temp_size_in_bytes),
         search_s=searched - begin,
         compile_s=done - searched,
+        order=found.text,
+        permutes=found.permutes,
+        idle=found.idle,
         **decided,
     )
     return known[program]
+
+
+def platforms(topology: Topology) -> tuple[str, ...]:
+    """What to lower for: the process itself runs on a CPU."""
+    return ("cuda",) if topology.hardware.network == "switch" else ("tpu",)
 
 
 def matmuls(module: Module, timeline: Timeline) -> dict[str, Any]:

@@ -363,11 +363,12 @@ def _mapped(
     )
 
 
-def called(problem: Problem, mesh: Mesh, jitted: Any) -> Any:
-    """A jitted program that does nothing but call ``jitted``, as a program of this library's calls its own."""
+def called(jitted: Any, problem: Problem, mesh: Mesh) -> Any:
+    """The same program as a call within one, which is how this library's programs hold what they keep."""
+    body = jax.jit(jitted.__wrapped__)
 
     def program(*operands: Array) -> Any:
-        return jitted(*operands)
+        return body(*operands)
 
     return jax.jit(program, **_shardings(problem, mesh))
 

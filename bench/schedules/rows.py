@@ -39,6 +39,9 @@ class Figures:
       schedule: of each of our sites, the ring's schedule, or "kept"; empty for other versions.
       rewritten, sites: collectives that rings replace, and all that the pass saw.
       sentences: why sites were kept.
+      order: starts and dones of permutes, and matmuls, in schedule order: see ``order.Order``.
+      permutes: how many permutes the schedule has; a loop's count once.
+      idle: names of permutes with no matmul between start and done.
     """
 
     total_s: float
@@ -57,6 +60,9 @@ class Figures:
     rewritten: int = 0
     sites: int = 0
     sentences: tuple[str, ...] = ()
+    order: str = ""
+    permutes: int = 0
+    idle: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,8 +140,13 @@ class Row:
         known = {
             field.name: content[field.name] for field in dataclasses.fields(cls) if field.name in content
         }
-        known["versions"] = {
-            version: Figures(**{**figures, "sentences": tuple(figures["sentences"])})
-            for version, figures in content["versions"].items()
-        }
+        known["versions"] = {version: figures_of(figures) for version, figures in content["versions"].items()}
         return cls(**known)
+
+
+def figures_of(content: Mapping[str, Any]) -> Figures:
+    """Figures from JSON, which has lists for tuples."""
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in content.items()
+    }
+    return Figures(**fields)

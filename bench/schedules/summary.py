@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from bench.schedules.rows import AUTO, ORIGINAL, OURS, VERIFY, Figures, Row
+from bench.schedules.rows import AUTO, ORIGINAL, OURS, VERIFY, VERSIONS, Figures, Row
 
 COUNTED: Final = (0.3, 3.0)
 """Communication over compute, as measured, of the rows that the means are of."""
@@ -117,7 +118,7 @@ def summarise(rows: Sequence[Row]) -> Summary:
     """What the rows come to."""
     measured = [row for row in rows if row.measured]
     counted = [row for row in measured if counts(row)]
-    present = [v for v in _versions(measured) if any(v in row.versions for row in counted)]
+    present = [version for version in VERSIONS if any(version in row.versions for row in counted)]
     ours = [version for version in OURS if any(version in row.versions for row in measured)]
     return Summary(
         rows=len(measured),
@@ -180,6 +181,14 @@ def more_memory(row: Row, version: str) -> bool:
     return row.versions[version].temp_bytes > row.versions[ORIGINAL].temp_bytes
 
 
+def extra_memory(row: Row, version: str) -> str:
+    """How much more temporary memory than the original a version needs, in words."""
+    before = row.versions[ORIGINAL].temp_bytes
+    extra = row.versions[version].temp_bytes - before
+    amount = f"{extra / 1e6:.1f} MB" if extra >= 10**5 else f"{extra} bytes"
+    return f"{amount} more temporary memory than the original's {before / 1e6:.1f} MB"
+
+
 def missed(row: Row, version: str) -> Miss | None:
     """Which figures a row misses, and why; None if it misses none.
 
@@ -198,8 +207,7 @@ def missed(row: Row, version: str) -> Miss | None:
     if slower(row, version):
         what.append(f"{figures.total_s / row.versions[ORIGINAL].total_s:.2f} × the original's time")
     if more_memory(row, version):
-        extra = figures.temp_bytes - row.versions[ORIGINAL].temp_bytes
-        what.append(f"{extra / 1e6:.3g} MB more temporary memory")
+        what.append(extra_memory(row, version))
     if not what:
         return None
     return Miss(row=row.name, version=version, what=", ".join(what), reason=reason(row, figures))
@@ -240,10 +248,4 @@ def reason(row: Row, figures: Figures) -> str:
 
 def to_dict(summary: Summary) -> dict[str, Any]:
     """For JSON."""
-    import dataclasses
-
     return {**dataclasses.asdict(summary), "met": {v: summary.met(v) for v in summary.slower}}
-
-
-def _versions(rows: Sequence[Row]) -> list[str]:
-    return list(dict.fromkeys(version for row in rows for version in row.versions))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
+from bench.schedules import grid
 from bench.schedules import summary as summaries
 from bench.schedules.rows import AUTO, AUTOMATIC, ORIGINAL, OURS, POST_SPMD, TEXTBOOK, VERIFY, Row
 from bench.schedules.summary import EFFICIENCY, SPEED_UP, Summary
@@ -35,6 +36,8 @@ NOTES: Final = (
 )
 """What the figures rest on."""
 
+WITHOUT_VERIFY: Final = '`policy="verify"` was not measured in this run.'
+
 
 def document(
     rows: Sequence[Row], summary: Summary, versions: Mapping[str, str], *, title: str, notes: Sequence[str]
@@ -59,6 +62,20 @@ def document(
         parts += ["## Failures", table(("row", "version", "what happened"), summary.failures)]
     parts += ["## Times, µs (efficiency)", times(rows), "## Memory, exposure, compile times", costs(rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def content(
+    rows: Sequence[Row], summary: Summary, versions: Mapping[str, str], *, notes: Sequence[str]
+) -> dict[str, Any]:
+    """The same as the page, for JSON."""
+    return {
+        "schema": 1,
+        "versions": dict(versions),
+        "notes": list(notes),
+        "rule": grid.__doc__,
+        "summary": summaries.to_dict(summary),
+        "rows": [row.to_dict() for row in rows],
+    }
 
 
 def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

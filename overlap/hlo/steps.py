@@ -84,7 +84,7 @@ class Steps:
                         key = _key(computation, start)
                         yield Step("copy_done" if what == "copy" else "arrive", i, where, key)
             elif i.is_async_update:
-                # A start without operands (TPU 7x's sparse cores) only makes ready; its update brings the data.
+                # A start without operands (TPU 7x's sparse cores) makes ready; its update brings data.
                 start = names[i.operands[0]]
                 if start.is_async_start and not start.operands and len(i.operands) > 1:
                     yield self._start(computation, start)

@@ -218,6 +218,11 @@ def test_the_command_line_sets_the_effort() -> None:
     assert network_job.environment(8, "/nowhere")["NPROC"] == "8"
 
 
+def test_a_process_has_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=8 --xla_cpu_use_xnnpack=false")
+    assert network_job.environment(4, "")["XLA_FLAGS"] == "--xla_cpu_use_xnnpack=false"
+
+
 def test_processes_that_decide_differently_are_an_error() -> None:
     told: list[dict[str, Any]] = [{"sites": {"auto": []}}, {"sites": {"auto": [{}]}}]
     with pytest.raises(network_job.JobError, match="decided differently"):

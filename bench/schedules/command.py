@@ -1,0 +1,39 @@
+"""The command line that the two benchmarks share."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.schedules.case import Case
+from bench.schedules.run import RESULTS, ROOT
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Options of both."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
+    made.add_argument("--rows", metavar="REGEX", help="only rows whose name matches somewhere")
+    made.add_argument("--list", action="store_true", help="only print the rows' names")
+    made.add_argument("--jobs", type=int, metavar="N", default=min(2, os.cpu_count() or 1), help="processes")
+    made.add_argument("--resume", type=Path, metavar="FILE", help="rows done, one JSON object a line")
+    made.add_argument(
+        "--output", type=Path, metavar="FOLDER", help=f"default {RESULTS.relative_to(ROOT)}; with --rows none"
+    )
+    made.add_argument("--no-verify", action="store_true", help='without policy="verify", which compiles most')
+    made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return made
+
+
+def chosen(cases: Sequence[Case], pattern: str | None) -> tuple[Case, ...]:
+    """The cases whose names match; all without a pattern."""
+    return tuple(case for case in cases if pattern is None or re.search(pattern, case.name))
+
+
+def folder(options: argparse.Namespace) -> Path | None:
+    """Where to write; None for nowhere: a part of the rows does not replace the whole."""
+    if options.output is not None:
+        return Path(options.output)
+    return None if options.rows else RESULTS
