@@ -21,10 +21,10 @@ PATTERNS: Final[tuple[Pattern, ...]] = get_args(Pattern)
 Dim = Literal["batch", "m", "k", "n"]
 
 MOST_PIECES: Final = 4
-"""Hops in flight at once that compilers can schedule, where hops overlap at all; else it is one."""
+"""With more hops in flight at once the TPU compiler gives up; the GPU compiler with more than one."""
 
 LEAST_GAIN: Final = 0.05
-"""Part of the original time that a ring must be predicted to gain, as the pass asks for."""
+"""Part of the original time that a ring must be predicted to gain: predictions are no better than that."""
 
 LEAST_COLUMN: Final = 256
 """Elements below which a column makes a matmul too narrow for the matrix unit."""

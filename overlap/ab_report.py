@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 import os
-import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -19,6 +16,7 @@ from overlap import units
 from overlap.agreement import Agreement
 from overlap.device_activity import Activity, CollectiveActivity
 from overlap.hlo.timeline import Timeline
+from overlap.plain_text import columns, plain_text
 from overlap.profile_events import Source
 from overlap.speedup import FEWEST, Speedup, Spread, spread
 
@@ -31,9 +29,6 @@ SCHEMA: Final = 1
 
 NOT_A_TERMINAL: Final = 100
 """Columns of the table where there is no terminal to ask."""
-
-WIDEST: Final = 120
-"""Columns beyond which the text of a wide terminal is no longer pleasant to read."""
 
 MOST: Final = 5
 """Collectives of each variant that the table lists; the page and the JSON have all."""
@@ -194,23 +189,7 @@ class ABReport:
         Args:
           width: columns that no line exceeds; None for the terminal's, or 100 where there is none.
         """
-        from rich.console import Console
-
-        if width is None:
-            columns = shutil.get_terminal_size((NOT_A_TERMINAL, 24)).columns
-            width = min(columns, WIDEST) if sys.stdout.isatty() else NOT_A_TERMINAL
-        console = Console(
-            file=io.StringIO(),
-            width=width,
-            color_system=None,
-            force_terminal=False,
-            force_jupyter=False,
-            legacy_windows=False,
-            _environ={},
-        )
-        with console.capture() as capture:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in capture.get().rstrip().split("\n"))
+        return plain_text(self, width=columns(NOT_A_TERMINAL) if width is None else width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         from rich.text import Text

@@ -6,8 +6,6 @@ import dataclasses
 import html
 import json
 import os
-import shutil
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,6 +15,7 @@ import jax
 from overlap.decorator import Overlapped
 from overlap.exposure import by_exposed_time, hint
 from overlap.hlo.timeline import Timeline
+from overlap.plain_text import columns
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -26,9 +25,6 @@ SCHEMA: Final = 1
 
 NOT_A_TERMINAL: Final = 80
 """Columns of the table where there is no terminal to ask."""
-
-WIDEST: Final = 120
-"""Columns beyond which the text of a wide terminal is no longer pleasant to read."""
 
 FRAME_PX: Final = 720
 """Height of the page in a notebook."""
@@ -76,10 +72,7 @@ class Inspection:
         """
         from overlap import timeline_table
 
-        if width is None:
-            columns = shutil.get_terminal_size((NOT_A_TERMINAL, 24)).columns
-            width = min(columns, WIDEST) if sys.stdout.isatty() else NOT_A_TERMINAL
-        return timeline_table.text(self, width)
+        return timeline_table.text(self, columns(NOT_A_TERMINAL) if width is None else width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         from overlap import timeline_table

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
 from cost_model import Estimate
+from overlap import units
+from overlap.plain_text import columns, plain_text
 from passes import Code, Reason, Site
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ SCHEMA: Final = 1
 
 NOT_A_TERMINAL: Final = 100
 """Columns of the table where there is no terminal to ask."""
-
-WIDEST: Final = 120
-"""Columns beyond which the text of a wide terminal is no longer pleasant to read."""
 
 ROOMY: Final = 90
 """Columns from which the table has room for wider gaps."""
@@ -77,25 +74,7 @@ class Report:
         Args:
           width: columns that no line exceeds; None for the terminal's, or 100 where there is none.
         """
-        import io
-
-        from rich.console import Console
-
-        if width is None:
-            columns = shutil.get_terminal_size((NOT_A_TERMINAL, 24)).columns
-            width = min(columns, WIDEST) if sys.stdout.isatty() else NOT_A_TERMINAL
-        console = Console(
-            file=io.StringIO(),
-            width=width,
-            color_system=None,
-            force_terminal=False,
-            force_jupyter=False,
-            legacy_windows=False,
-            _environ={},
-        )
-        with console.capture() as capture:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in capture.get().rstrip().split("\n"))
+        return plain_text(self, width=columns(NOT_A_TERMINAL) if width is None else width)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         from rich.padding import Padding
@@ -223,19 +202,13 @@ def _times(estimate: Estimate | None, to: str) -> str:
 
 
 def _micros(seconds: float) -> str:
-    return _three_digits(seconds * 1e6)
+    return units.digits(seconds * 1e6)
 
 
 def _duration(seconds: float) -> str:
     """Seconds in the unit that suits them: 12.3 µs, 1.23 ms, 4.56 s."""
-    scale, unit = (1e6, "µs") if seconds < 1e-3 else (1e3, "ms") if seconds < 1 else (1, "s")
-    return f"{_three_digits(seconds * scale)} {unit}"
-
-
-def _three_digits(value: float) -> str:
-    """With three digits at least: 1.23, 12.3, 123, 1234."""
-    rounded = float(f"{value:.3g}")  # 99.99 is written as 100
-    return f"{value:.{0 if rounded >= 100 else 1 if rounded >= 10 else 2}f}"
+    scale, unit = units.scale_of(seconds)
+    return f"{units.digits(seconds * scale)} {unit}"
 
 
 def _place(source: str) -> tuple[str, str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
 from overlap import units
 from overlap.exposure import by_exposed_time, hint, is_exposed
 from overlap.hlo.timeline import CollectiveTime, Timeline
+from overlap.plain_text import plain_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -94,21 +94,7 @@ def _totals(timeline: Timeline) -> str:
 
 def text(inspection: Inspection, width: int, *, rows: int | None = ROWS) -> str:
     """What ``renderables`` gives, as plain text of which no line exceeds ``width``."""
-    from rich.console import Console
-
-    console = Console(
-        file=io.StringIO(),
-        width=width,
-        color_system=None,
-        force_terminal=False,
-        force_jupyter=False,
-        legacy_windows=False,
-        _environ={},
-    )
-    with console.capture() as capture:
-        for part in renderables(inspection, rows=rows):
-            console.print(part)
-    return "\n".join(line.rstrip() for line in capture.get().rstrip().split("\n"))
+    return plain_text(*renderables(inspection, rows=rows), width=width)
 
 
 def _list(items: list[tuple[str, str]]) -> RenderableType:

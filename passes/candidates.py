@@ -8,14 +8,12 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 from cost_model import Axis
+from cost_model.plain_chain import LEAST_COLUMN, MOST_PIECES
 from passes import shims
 from passes.chains import AllGatherDot, Chain, DotPsum
 from passes.graph import Dataflow
 from passes.rules import Rule, rule
 from passes.schedule import RingSchedule, across, divisions
-
-MOST_PIECES: Final = 4
-"""With more hops in flight at once the TPU compiler gives up; the GPU compiler with more than one."""
 
 LONGEST_UNROLLED: Final = 24
 """Devices on the longest axis whose ring is unrolled: compile time grows faster than the ring."""
@@ -24,8 +22,7 @@ UNROLL: Final = 4
 """Steps per iteration of a rolled ring."""
 
 COLUMNS: Final = (1, 2, 4, 8)
-LEAST_COLUMN: Final = 256
-"""Elements below which a column makes a matmul too narrow for the matrix unit."""
+"""Into how many columns a gather on a contracting dim may be cut."""
 
 EXCHANGE: Final = RingSchedule(directions=1, route="exchange")
 

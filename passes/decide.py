@@ -10,6 +10,7 @@ from typing import Final, Literal
 import networkx as nx
 
 from cost_model import Estimate
+from cost_model.plain_chain import LEAST_GAIN as LEAST_GAIN
 from passes.candidates import candidates
 from passes.chains import AllGatherDot, Chain, Lone, ShardReduction, reductions
 from passes.collective import Collective
@@ -27,9 +28,6 @@ from passes.site import Site
 
 Policy = Literal["auto", "always", "never", "verify", "autotune"] | Callable[[Site], bool]
 POLICIES = ("auto", "always", "never", "verify", "autotune")
-LEAST_GAIN: Final = 0.05
-"""Part of the original time that a ring must be predicted to gain: predictions are no better than that."""
-
 TRIED: Final = 6
 """Schedules of a chain, the best by cost model, that a trial compiles."""
 

@@ -16,13 +16,12 @@ from hypothesis import given
 from jax import lax
 
 from cost_model import Axis, Topology, by_name, names
+from cost_model.plain_chain import LEAST_COLUMN, MOST_PIECES
 from passes import rules, shims
 from passes.candidates import (
     COLUMNS,
     EXCHANGE,
-    LEAST_COLUMN,
     LONGEST_UNROLLED,
-    MOST_PIECES,
     UNROLL,
     candidates,
 )
