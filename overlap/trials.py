@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import jax
 from jax.extend import core as jex_core
@@ -19,6 +19,9 @@ from passes import Excerpt, RingSchedule, Trial, shims
 from passes.graph import COLLECTIVES
 
 logger = logging.getLogger("overlap")
+
+COUNTS_WIDTH: Final = 44
+"""Characters of a progress bar's line beside its description."""
 
 HardwareOf = Callable[[str | None], Hardware | None]
 
@@ -150,9 +153,12 @@ def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
+    # A long path gives way, not what tells how far it is.
+    width = max(console.width - COUNTS_WIDTH, 1)
     columns = (
-        TextColumn("{task.description}", markup=False),
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, max_width=width)),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

@@ -254,6 +254,19 @@ def test_progress_shows_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch, term
         assert errors.getvalue() == ""
 
 
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_a_long_path_leaves_the_counts_of_a_bar_whole(monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    errors = Terminal(True)
+    monkeypatch.setattr(sys, "stderr", errors)
+    with progress(f"compiling rings for all_gather at {'/a/long/path' * 20}:1", 12) as done:
+        done()
+    assert "1/12" in errors.getvalue()
+    assert "0:00:00" in errors.getvalue()
+    assert "compiling rings" in errors.getvalue()
+
+
 def test_progress_counts_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
