@@ -71,8 +71,9 @@ class PlainChain:
       elements: of the whole array that the collective moves, V / bytes per element: what a device holds after
         a gather and before a scatter; for an all_to_all what it holds before and after.
       dtype: of that array.
-      free: the largest dim of what travels (of a gather) that is not cut and that the dot keeps, or of the
-        operand that is not cut (of a scatter); None where there is none, or several dots.
+      free: the largest dim of what travels (of a gather on a contracting or batch dim) that is not cut and
+        that the dot keeps, or of the operand that is not cut (of a scatter); None where there is none, or
+        several dots.
       handed_out: whether the gathered array is also needed whole.
 
     Raises:
@@ -271,6 +272,8 @@ def _all(chain: PlainChain, most_rings: int) -> Iterator[Form]:
         if chain.gathers:
             for columns, joined in itertools.product((1, 2, 4, 8), (False, True)):
                 yield dataclasses.replace(base, columns=columns, joined=joined)
+                if not joined:
+                    yield dataclasses.replace(base, columns=columns, across=True)
         else:
             for chains, across in itertools.product((1, 2), (False, True)):
                 yield dataclasses.replace(base, chains=chains, across=across)
@@ -281,16 +284,18 @@ def _fits(chain: PlainChain, form: Form, unit: int) -> bool:
     if form.pieces == 1 and (form.joined or form.across):
         return False
     size = 0 if chain.free is None else getattr(chain.dots[0].matmul, chain.free)
-    if form.across:
-        return form.pieces <= size
-    return form.pieces <= unit and (form.columns == 1 or size // form.columns >= LEAST_COLUMN)
+    if form.columns > 1 and (size // form.columns < LEAST_COLUMN or chain.dots[0].cut != "k"):
+        return False
+    return form.pieces * form.columns <= size if form.across else form.pieces <= unit
 
 
 def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
-    pieces = 1 if form.joined else form.pieces
+    pieces = 1 if form.joined or form.across else form.pieces
+    strips = form.pieces if form.across else 1
+    columns = form.columns * strips
     second = None
-    if chain.free is not None and form.columns > 1:
-        second = (chain.free, Fraction(1, form.columns))
+    if chain.free is not None and columns > 1:
+        second = (chain.free, Fraction(1, columns))
     summed = [dot.matmul for dot in chain.dots if dot.cut == "k"]
     sum_bytes = sum(
         each.batch * each.m * each.n * _accumulator_bytes(each.out_dtype or each.dtype) for each in summed
@@ -306,7 +311,8 @@ def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
         chains=form.chains,
         columns=form.columns,
         joined=form.joined,
-        accumulator_bytes=sum_bytes / form.columns,
+        accumulator_bytes=sum_bytes / columns,
+        accumulators=strips,
         hands_out_gathered=chain.handed_out,
     )
 

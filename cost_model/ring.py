@@ -32,6 +32,7 @@ class RingWork:
       columns: how many such rings of steps run one after the other, each with its part of every shard.
       joined: whether the pieces of a step go into one partial dot; then `piece` is that of all of them.
       accumulator_bytes: bytes that the dots of one piece add to; 0 where results are placed.
+      accumulators: how many such there are: 1, to which all pieces add, or one for each.
       fused: whether the additions of a scatter ring are part of its dots, which then wait for the sums.
       apart_bytes: bytes that are read and written beside the dots of one step: additions that are not part of
         them, blocks copied for them.
@@ -52,6 +53,7 @@ class RingWork:
     columns: int = 1
     joined: bool = False
     accumulator_bytes: float = 0
+    accumulators: int = 1
     fused: bool = True
     apart_bytes: float = 0
     hands_out_gathered: bool = False
@@ -59,8 +61,8 @@ class RingWork:
     def __post_init__(self) -> None:
         if self.collective not in ("all_gather", "reduce_scatter"):
             raise ValueError(f"collective must be 'all_gather' or 'reduce_scatter', got {self.collective!r}")
-        if self.directions not in (1, 2) or min(self.rings, self.chains, self.columns) < 1:
-            raise ValueError(f"directions are 1 or 2, rings, chains and columns at least 1, got {self}")
+        if self.directions not in (1, 2) or min(self.rings, self.chains, self.columns, self.accumulators) < 1:
+            raise ValueError(f"directions are 1 or 2, rings and other counts at least 1, got {self}")
         if min(self.shard_bytes, self.collective_shard_bytes, self.accumulator_bytes, self.apart_bytes) < 0:
             raise ValueError(f"bytes must not be negative, got {self}")
         if len(self.piece) != len(self.matmuls):
@@ -133,7 +135,7 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
     dots = 1 if work.joined else work.pieces
     copy_s = 2 * work.shard_bytes / hardware.hbm_bytes_per_s if work.hands_out_gathered else 0.0
     sum_s = 0.0
-    if work.accumulator_bytes > hardware.accumulator_on_chip_bytes:
+    if work.accumulator_bytes * work.accumulators > hardware.accumulator_on_chip_bytes:
         sum_s = 2 * work.accumulator_bytes / hardware.hbm_bytes_per_s
     dot_s = _warm_s(work.piece, work.matmuls, hardware) + sum_s
     first_s = dots * sum(matmul_s(piece, hardware) for piece in work.piece) + copy_s

@@ -84,17 +84,17 @@ def _fits(flow: Dataflow, chain: Chain, schedule: RingSchedule, unit: int) -> bo
         return False
     if not schedule.across:
         return schedule.pieces <= unit
-    scatter = chain.scatter if isinstance(chain, DotPsum) else chain
-    cut = across(flow, scatter)
+    inner = chain.scatter if isinstance(chain, DotPsum) else chain
+    cut = across(flow, inner)
     if cut is None or (isinstance(chain, DotPsum) and chain.gather and schedule.pieces > unit):
         return False
-    result = flow.avals[flow.ops[scatter.dots[0].op].outputs[0]]
-    return schedule.pieces <= result.shape[cut.result_dim]
+    result = flow.avals[flow.ops[inner.dots[0].op].outputs[0]]
+    return schedule.pieces * schedule.columns <= result.shape[cut.result_dim]
 
 
 def _columns(flow: Dataflow, chain: Chain) -> tuple[int, ...]:
     cut = across(flow, chain) if isinstance(chain, AllGatherDot) else None
-    if cut is None:
+    if cut is None or chain.dots[0].dims.role != "contracting":
         return (1,)
     assert isinstance(chain, AllGatherDot)
     size = flow.avals[chain.wire].shape[cut.dim]
@@ -105,6 +105,8 @@ def _by_rule(flow: Dataflow, chain: Chain, base: RingSchedule, known: Rule) -> I
     if isinstance(chain, AllGatherDot):
         for columns in _columns(flow, chain):
             yield dataclasses.replace(base, columns=columns, joined=known.joined and base.pieces > 1)
+            if across(flow, chain) is not None:
+                yield dataclasses.replace(base, columns=columns, across=True)
     else:
         yield dataclasses.replace(base, chains=known.chains, across=known.across)
         if known.across:
@@ -117,6 +119,8 @@ def _all(flow: Dataflow, chain: Chain, base: RingSchedule) -> Iterator[RingSched
     if isinstance(chain, AllGatherDot):
         for columns, joined in itertools.product(_columns(flow, chain), (False, True)):
             yield dataclasses.replace(base, columns=columns, joined=joined)
+            if not joined and across(flow, chain) is not None:
+                yield dataclasses.replace(base, columns=columns, across=True)
     else:
         for chains, cut in itertools.product((1, 2), (False, True)):
             yield dataclasses.replace(base, chains=chains, across=cut)

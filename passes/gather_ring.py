@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import itertools
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -11,12 +14,22 @@ import numpy as np
 from jax import lax
 
 from passes import shims
-from passes.block_eval import Joined, Piece, Read, accumulator_dtype, as_varying, blank, run_on_piece, tie
+from passes.block_eval import (
+    Joined,
+    Piece,
+    Read,
+    accumulator_dtype,
+    as_varying,
+    blank,
+    blank_of,
+    run_on_piece,
+    tie,
+)
 from passes.chains import AllGatherDot, ShardReduction
 from passes.collective import Collective
 from passes.graph import Dataflow
 from passes.hops import Places, Rings
-from passes.schedule import WHOLE, Part, RingSchedule, across, divisions, parts
+from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, parts
 
 
 def emit_gather_ring(
@@ -68,7 +81,16 @@ class _Ring:
         self.flow, self.chain, self.schedule = flow, chain, schedule
         self.read, self.rings, self.operand = read, rings, operand
         self.dim = chain.blocked[chain.wire]
-        self.divided = parts(schedule, divisions(flow, chain))
+        self.cut_across = across(flow, chain) if schedule.across else None
+        if self.cut_across is None:
+            self.divided = parts(schedule, divisions(flow, chain))
+            self.bounds: tuple[Fraction, ...] = ()
+        else:
+            # Every piece has whole blocks of the gathered dim, and its part of the other one.
+            size = flow.avals[chain.wire].shape[self.cut_across.dim]
+            strips = parts(schedule, size // schedule.columns)
+            self.divided = tuple(dataclasses.replace(p, start=Fraction(0), share=Fraction(1)) for p in strips)
+            self.bounds = (*(strip.start for strip in strips), Fraction(1))
         self.explicit = not flow.differentiable and shims.explicit_starts(flow.avals[chain.wire])
 
     @contextlib.contextmanager
@@ -81,7 +103,7 @@ class _Ring:
     def run(self, wire: Any) -> Results:
         """Runs the ring on this device's shard of what travels; dots that add up stay in float32."""
         hops = self.rings[0].axis_size - 1
-        at_hand = [_cut(wire, self.dim, part) for part in self.divided]
+        at_hand = self._pieces_of(wire)
         results: Results = {}
         done = 0
         unroll = self.schedule.unroll
@@ -106,7 +128,37 @@ class _Ring:
             done = 1 + rolled * unroll
         for step in range(done, hops):
             at_hand, results = self._step(step, at_hand, results)
-        return self._take_in(hops, at_hand, results)
+        return self._whole(self._take_in(hops, at_hand, results))
+
+    def _pieces_of(self, wire: Any) -> list[Any]:
+        """What of this device's shard travels on each way."""
+        if self.cut_across is None:
+            return [_cut(wire, self.dim, part) for part in self.divided]
+        dim = self.cut_across.dim
+        edges = [int(bound * wire.shape[dim]) for bound in self.bounds]
+        return [lax.slice_in_dim(wire, a, b, axis=dim) for a, b in itertools.pairwise(edges)]
+
+    def _whole(self, results: Results) -> Results:
+        """The results with sums of strips, made apart, next to each other."""
+        if self.cut_across is None or not self.sums:
+            return results
+        (dot,) = self.chain.dots
+        (value,) = self.flow.ops[dot.op].outputs
+        dim = self.cut_across.result_dim
+        strips = [lax.convert_element_type(s, self.flow.avals[value].dtype) for s in results.values()]
+        shape = list(strips[0].shape)
+        shape[dim] = sum(strip.shape[dim] for strip in strips)
+        whole = blank_of(tuple(shape), strips[0], differentiable=self.flow.differentiable)
+        start = 0
+        for strip in strips:
+            whole = lax.dynamic_update_slice_in_dim(whole, strip, start, dim)
+            start += strip.shape[dim]
+        return {value: whole}
+
+    @property
+    def sums(self) -> bool:
+        """Whether the dots' results are added up."""
+        return any(dot.dims.result_dim is None for dot in self.chain.dots)
 
     def _step(self, step: Any, at_hand: list[Any], results: Results) -> tuple[list[Any], Results]:
         """Runs the dots on what is at hand while the next shards arrive."""
@@ -144,13 +196,34 @@ class _Ring:
         pieces = [
             Piece(self.rings[part.ring], step if part.step == 1 else -step, part) for part in self.divided
         ]
-        if self.schedule.joined and len(pieces) > 1:
+        if self.schedule.joined and self.cut_across is None and len(pieces) > 1:
             joined = lax.concatenate(at_hand, self.dim)
             return _take_in(self.flow, self.chain, joined, Joined(tuple(pieces)), self.read, dict(results))
         results = dict(results)
-        for piece, shard in zip(pieces, at_hand, strict=True):
-            results = _take_in(self.flow, self.chain, shard, piece, self.read, results)
+        for number, (piece, shard) in enumerate(zip(pieces, at_hand, strict=True)):
+            if self.cut_across is None:
+                results = _take_in(self.flow, self.chain, shard, piece, self.read, results)
+            else:
+                self._take_in_strip(number, piece, shard, self.cut_across, results)
         return results
+
+    def _take_in_strip(self, number: int, piece: Piece, shard: Any, cut: Across, results: Results) -> None:
+        """Runs the only dot on one strip of a shard; sums of different strips have nothing in common."""
+        (dot,) = self.chain.dots
+        (value,) = self.flow.ops[dot.op].outputs
+        at_hand = {self.chain.wire: shard}
+        widened = frozenset({dot.op} if self.sums else ())
+        run_on_piece(self.flow, self.chain.dots, at_hand, piece, self.read, widened)
+        partial = at_hand[value]
+        if dot.dims.result_dim is None:
+            partial = lax.convert_element_type(partial, accumulator_dtype(partial.dtype))
+            results[number] = lax.add(results[number], partial) if number in results else partial
+            return
+        whole = results[value] if value in results else blank(self.flow, value)
+        starts: list[Any] = [np.int32(0)] * whole.ndim
+        starts[dot.dims.result_dim] = piece.offset(whole.shape[dot.dims.result_dim])
+        starts[cut.result_dim] = np.int32(int(self.bounds[number] * whole.shape[cut.result_dim]))
+        results[value] = lax.dynamic_update_slice(whole, partial, starts, allow_negative_indices=False)
 
 
 def _in_columns(ring: _Ring, wire: Any) -> Results:

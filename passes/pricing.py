@@ -69,8 +69,10 @@ def gather_work(flow: Dataflow, chain: AllGatherDot) -> WorkOf:
     cut = across(flow, chain)
 
     def work(schedule: RingSchedule) -> RingWork:
-        pieces = 1 if schedule.joined else schedule.pieces
-        second = None if cut is None or schedule.columns == 1 else (cut, Fraction(1, schedule.columns))
+        pieces = 1 if schedule.joined or schedule.across else schedule.pieces
+        strips = schedule.pieces if schedule.across else 1
+        columns = schedule.columns * strips
+        second = None if cut is None or columns == 1 else (cut, Fraction(1, columns))
         return RingWork(
             collective="all_gather",
             shard_bytes=wire.size * wire.dtype.itemsize / axis_size,
@@ -82,7 +84,8 @@ def gather_work(flow: Dataflow, chain: AllGatherDot) -> WorkOf:
             chains=schedule.chains,
             columns=schedule.columns,
             joined=schedule.joined,
-            accumulator_bytes=sum_bytes / schedule.columns,
+            accumulator_bytes=sum_bytes / columns,
+            accumulators=strips,
             hands_out_gathered=bool(chain.handed_out),
         )
 

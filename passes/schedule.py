@@ -27,8 +27,8 @@ class RingSchedule:
         it on.
       columns: into how many parts, along a free dim of what travels, a gather on a contracting dim is cut;
         their rings run one after the other. Fewer columns make a smaller accumulator, which may stay on chip.
-      across: whether a scatter ring's pieces are cut along another dim than the scattered one: narrower
-        matmuls of as many rows in place of shorter ones.
+      across: whether pieces are cut along another dim than the gathered or scattered one: narrower matmuls of
+        as many rows in place of shorter ones, and partial sums of the pieces apart in place of one for all.
       joined: whether the pieces of one step go into one partial dot, of their concatenation.
       wire: what a scatter ring sends: partial sums in ``float32`` (at least), or in the dtype of the
         ``operand``, rounded after every addition as the collective itself would.
@@ -119,7 +119,7 @@ class Across:
 
 
 def across(flow: Dataflow, chain: Chain) -> Across | None:
-    """The largest such dim of the operand that is not blocked, or, for a contracting dim, of what travels.
+    """The largest free dim of what travels in a gather, or of a scatter's operand that is not blocked.
 
     None where the chain has more than one dot, or operations between the dot and the collective.
     """
@@ -130,7 +130,7 @@ def across(flow: Dataflow, chain: Chain) -> Across | None:
     if not isinstance(dot.dims, DotDims) or op.inputs[0] == op.inputs[1]:
         return None
     if isinstance(chain, AllGatherDot):
-        if chain.after or chain.handed_out or dot.dims.role != "contracting":
+        if chain.after or chain.handed_out or dot.dims.role == "free":
             return None
         side = op.inputs.index(chain.wire)
     else:

@@ -30,6 +30,7 @@ class Pattern:
       shapes: of the arguments, for P devices and blocks of b elements.
       reference: from lists of the devices' float64 arguments to the devices' results, per array.
       columns: whether what travels can be cut into columns.
+      across: whether the pieces can be cut along another dim than the gathered or scattered one.
       tiled: whether blocks of b elements can be cut; else they are of one.
     """
 
@@ -37,11 +38,12 @@ class Pattern:
     shapes: Callable[[int, int], tuple[tuple[int, ...], ...]]
     reference: Callable[..., list[spmd.Shards]]
     columns: bool = False
+    across: bool = False
     tiled: bool = True
 
 
 ACROSS = 9
-"""Elements of the free dim of every pattern's scattered dot that is not scattered."""
+"""Elements of the dim along which a pattern can be cut across."""
 
 
 def gather(x: Any, dim: int = 0, *, tiled: bool = True) -> Any:
@@ -69,14 +71,16 @@ PATTERNS = {
     ),
     "gather_contracting": Pattern(
         lambda x, w: gather(x, 1) @ w,
-        lambda p, b: ((7, b), (p * b, 3)),
+        lambda p, b: ((9, b), (p * b, 3)),
         lambda x, w: [per_device(np.matmul, spmd.all_gather(x, 1), w)],
         columns=True,
+        across=True,
     ),
     "gather_batch": Pattern(
         lambda x, w: jnp.einsum("bmk,bkn->bmn", gather(x), w),
-        lambda p, b: ((b, 2, 3), (p * b, 3, 4)),
+        lambda p, b: ((b, 9, 3), (p * b, 3, 4)),
         lambda x, w: [per_device(np.matmul, spmd.all_gather(x, 0), w)],
+        across=True,
     ),
     "gather_of_three_dots": Pattern(
         lambda x, w, v, u: three_dots(gather(x), w, v, u),
@@ -88,32 +92,37 @@ PATTERNS = {
     ),
     "gather_untiled": Pattern(
         lambda x, w: jnp.einsum("pmk,pkn->mn", gather(x, tiled=False), w),
-        lambda p, b: ((7, 3), (p, 3, 4)),
+        lambda p, b: ((9, 3), (p, 3, 4)),
         lambda x, w: [
             per_device(lambda g, w: np.einsum("pmk,pkn->mn", g, w), spmd.all_gather(x, 0, tiled=False), w)
         ],
+        across=True,
         tiled=False,
     ),
     "scatter": Pattern(
         lambda x, w: scatter(x @ w),
         lambda p, b: ((p * b, 3), (3, 9)),
         lambda x, w: [spmd.psum_scatter(per_device(np.matmul, x, w), 0)],
+        across=True,
     ),
     "scatter_columns": Pattern(
         lambda x, w: scatter(x @ w, 1),
         lambda p, b: ((9, 3), (3, p * b)),
         lambda x, w: [spmd.psum_scatter(per_device(np.matmul, x, w), 1)],
+        across=True,
     ),
     "scatter_untiled": Pattern(
         lambda x, w: scatter(x @ w, 1, tiled=False),
         lambda p, b: ((9, 3), (3, p)),
         lambda x, w: [spmd.psum_scatter(per_device(np.matmul, x, w), 1, tiled=False)],
+        across=True,
         tiled=False,
     ),
     "psum": Pattern(
         lambda x, w: lax.psum(x @ w, "x"),
         lambda p, b: ((p * b, 3), (3, 9)),
         lambda x, w: [spmd.psum(per_device(np.matmul, x, w))],
+        across=True,
     ),
     "psum_then_dot": Pattern(
         lambda x, w, v: lax.psum(x @ w, "x") @ v,
@@ -131,14 +140,16 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16", "int32"),
     "check_vma": (True, False),
 }
-GATHERS = {**OPTIONS, "joined": (False, True), "columns": (1, 2, 3)}
+GATHERS = {**OPTIONS, "joined": (False, True), "columns": (1, 2, 3), "across": (False, True)}
 SCATTERS = {**OPTIONS, "across": (False, True), "wire": ("float32", "operand")}
 PSUMS = {**SCATTERS, "joined": (False, True)}
 
 
 def options_of(name: str) -> dict[str, tuple[Any, ...]]:
-    kind = {"gather": GATHERS, "psum": PSUMS}.get(name.split("_")[0], SCATTERS)
-    return kind if PATTERNS[name].columns or "columns" not in kind else {**kind, "columns": (1,)}
+    kind = dict({"gather": GATHERS, "psum": PSUMS}.get(name.split("_")[0], SCATTERS))
+    if "columns" in kind and not PATTERNS[name].columns:
+        kind["columns"] = (1,)
+    return kind
 
 
 def pairwise(options: dict[str, tuple[Any, ...]], seed: int = 0) -> Iterator[dict[str, Any]]:
@@ -180,8 +191,8 @@ def orders_of(count: int, axis_size: int, seed: int = 1) -> tuple[tuple[int, ...
 def schedule_of(name: str, choice: dict[str, Any], block: int) -> RingSchedule:
     """The schedule that was chosen, with fewer rings, chains and directions where blocks are too small."""
     unit = block if PATTERNS[name].tiled else 1
-    if choice.get("across") and name != "psum_then_dot":
-        unit = ACROSS
+    if choice.get("across") and PATTERNS[name].across:
+        unit = ACROSS // choice.get("columns", 1)
     known = {field.name for field in dataclasses.fields(RingSchedule)} - {"orders"}
     schedule = RingSchedule(
         **{name: value for name, value in choice.items() if name in known},

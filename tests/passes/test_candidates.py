@@ -173,7 +173,7 @@ def test_only_what_has_another_dim_is_cut_across_or_in_columns(chain: str) -> No
     possible = across(flow, scattered) is not None
     assert possible == (chain in ("gather_contracting", "scatter", "psum", "psum_then_dot"))
     gathers = isinstance(found, AllGatherDot)
-    assert any(s.across for s in schedules) == (possible and not gathers)
+    assert any(s.across for s in schedules) == possible
     assert all(s.columns == 1 for s in schedules), "too narrow here"
     assert any(s.joined for s in schedules) == (gathers and chain != "exchange")
 
