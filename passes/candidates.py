@@ -21,7 +21,7 @@ LONGEST_UNROLLED: Final = 24
 UNROLL: Final = 4
 """Steps per iteration of a rolled ring."""
 
-COLUMNS: Final = (1, 2, 4, 8)
+COLUMNS: Final = (1, 2, 4, 8, 16)
 """Into how many columns a gather on a contracting dim may be cut."""
 
 EXCHANGE: Final = RingSchedule(directions=1, route="exchange")
@@ -94,7 +94,7 @@ def _fits(flow: Dataflow, chain: Chain, schedule: RingSchedule, unit: int) -> bo
 
 def _columns(flow: Dataflow, chain: Chain) -> tuple[int, ...]:
     cut = across(flow, chain) if isinstance(chain, AllGatherDot) else None
-    if cut is None or chain.dots[0].dims.role != "contracting":
+    if cut is None or chain.dots[0].dims.result_dim is not None:
         return (1,)
     assert isinstance(chain, AllGatherDot)
     size = flow.avals[chain.wire].shape[cut.dim]

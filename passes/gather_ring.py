@@ -21,7 +21,6 @@ from passes.block_eval import (
     accumulator_dtype,
     as_varying,
     blank,
-    blank_of,
     run_on_piece,
     tie,
 )
@@ -56,7 +55,8 @@ def emit_gather_ring(
     local = {flow.ops[collective.op].outputs[0]: own}
     run_on_piece(flow, chain.before, local, Piece(rings[0], 0, WHOLE), read)
     wire = local[chain.wire]
-    results = ring.run(wire) if schedule.columns == 1 else _in_columns(ring, wire)
+    apart = schedule.columns > 1 or (ring.cut_across is not None and ring.sums)
+    results = _in_columns(ring, wire) if apart else ring.run(wire)
     for dot in chain.dots:
         (value,) = flow.ops[dot.op].outputs
         results[value] = lax.convert_element_type(results[value], flow.avals[value].dtype)
@@ -128,7 +128,7 @@ class _Ring:
             done = 1 + rolled * unroll
         for step in range(done, hops):
             at_hand, results = self._step(step, at_hand, results)
-        return self._whole(self._take_in(hops, at_hand, results))
+        return self._take_in(hops, at_hand, results)
 
     def _pieces_of(self, wire: Any) -> list[Any]:
         """What of this device's shard travels on each way."""
@@ -137,23 +137,6 @@ class _Ring:
         dim = self.cut_across.dim
         edges = [int(bound * wire.shape[dim]) for bound in self.bounds]
         return [lax.slice_in_dim(wire, a, b, axis=dim) for a, b in itertools.pairwise(edges)]
-
-    def _whole(self, results: Results) -> Results:
-        """The results with sums of strips, made apart, next to each other."""
-        if self.cut_across is None or not self.sums:
-            return results
-        (dot,) = self.chain.dots
-        (value,) = self.flow.ops[dot.op].outputs
-        dim = self.cut_across.result_dim
-        strips = [lax.convert_element_type(s, self.flow.avals[value].dtype) for s in results.values()]
-        shape = list(strips[0].shape)
-        shape[dim] = sum(strip.shape[dim] for strip in strips)
-        whole = blank_of(tuple(shape), strips[0], differentiable=self.flow.differentiable)
-        start = 0
-        for strip in strips:
-            whole = lax.dynamic_update_slice_in_dim(whole, strip, start, dim)
-            start += strip.shape[dim]
-        return {value: whole}
 
     @property
     def sums(self) -> bool:
@@ -227,23 +210,27 @@ class _Ring:
 
 
 def _in_columns(ring: _Ring, wire: Any) -> Results:
-    """One ring after the other for the columns of what travels, along a free dim of its only dot."""
+    """One ring after the other for the columns of what travels, along a free dim of its only dot.
+
+    The sums of a column, or of its strips, are written straight into the result.
+    """
     (dot,) = ring.chain.dots
     (value,) = ring.flow.ops[dot.op].outputs
     cut = across(ring.flow, ring.chain)
     assert cut is not None
     dim = cut.dim
     whole: Any = blank(ring.flow, value)
-    start = 0
+    start = placed = 0
     for column in range(ring.schedule.columns):
         end = -(-wire.shape[dim] * (column + 1) // ring.schedule.columns)
         shard = lax.slice_in_dim(wire, start, end, axis=dim)
         if column:
             # Else every ring's hops could start at once, and their shards be kept.
             shard, whole = tie(shard, whole)
-        (part,) = ring.run(shard).values()
-        part = lax.convert_element_type(part, whole.dtype)
-        whole = lax.dynamic_update_slice_in_dim(whole, part, start, cut.result_dim)
+        for strip in ring.run(shard).values():
+            strip = lax.convert_element_type(strip, whole.dtype)
+            whole = lax.dynamic_update_slice_in_dim(whole, strip, placed, cut.result_dim)
+            placed += strip.shape[cut.result_dim]
         start = end
     return {value: whole}
 
