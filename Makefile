@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-others lint pytest format bench bench-tpu bench-gpu clean
+.PHONY: help demo test test-all test-others lint pytest format bench bench-matmul bench-tpu bench-gpu clean
 MAKEFLAGS += --no-print-directory
 SHELL := /bin/sh
 export PYTHON
@@ -50,6 +50,9 @@ format: ## rewrites the sources as lint wants them
 
 bench: ## the overhead benchmarks
 	@$(ready) && "$$python" bench/overhead.py
+
+bench-matmul: ## tables of matmul times, from the TPU compiler (needs libtpu, no TPU), and their errors
+	@$(ready) && "$$python" -m bench.matmul_tables $(BENCH_ARGS)
 
 bench-tpu: ## compares schedules by the TPU compiler (half an hour; BENCH_ARGS='--rows REGEX' for some)
 	@$(ready) && "$$python" -m bench.tpu_schedules $(BENCH_ARGS)

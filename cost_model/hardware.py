@@ -30,7 +30,8 @@ class Hardware:
       matmul_efficiency: the fraction of the peak that a large matmul reaches.
       matmul_overhead_s: fixed cost of every matmul: filling and draining the matrix unit's pipeline, and the
         launch. It is why many small matmuls take longer than a large one.
-      on_chip_bytes: memory close to the matrix unit (VMEM, L2), in which an operand used again can stay.
+      on_chip_bytes: the largest operand used again that stays close to the matrix unit: of TPUs as their
+        compilers were seen to keep it (of 64 or 128 MiB of VMEM), else half of that memory (L2).
       accumulator_on_chip_bytes: the largest partial sum that stays in that memory from one partial matmul to
         the next.
       fuses_additions: whether adding to a partial sum is part of the matmul that makes the addend.

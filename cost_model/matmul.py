@@ -1,4 +1,4 @@
-"""The time of one local matmul: a roofline with padding and a fixed overhead."""
+"""The time of one local matmul: the TPU compiler's estimate, elsewhere a roofline with padding."""
 
 import dataclasses
 import math
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
+from cost_model.matmul_table import MatmulTable, Unit, table_of, unit_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,21 +70,112 @@ class Matmul:
         return dataclasses.replace(self, m=m, k=k, n=n)
 
 
-def matmul_s(matmul: Matmul, hardware: Hardware, *, on_chip_bytes: float = 0) -> float:
+def matmul_s(
+    matmul: Matmul,
+    hardware: Hardware,
+    *,
+    on_chip_bytes: float = 0,
+    lhs_on_chip: bool = False,
+    rhs_on_chip: bool = False,
+    result_on_chip: bool = False,
+    accumulator: str | None = None,
+    accumulator_on_chip: bool = False,
+) -> float:
     """Seconds one matmul takes on one device.
 
-        overhead + max(padded FLOPs / (efficiency · peak), (bytes - on_chip_bytes) / HBM bandwidth)
+    On a TPU it is what the TPU's compiler would estimate: see `cost_model.matmul_table`. Elsewhere, for
+    dtypes that the TPU's matrix unit does not take, and where rates were measured or changed by hand:
 
-    The roofline is that of the scaling book ("All About Rooflines"). `matmul_overhead_s` and
-    `matmul_efficiency` are fitted to the TPU compiler's own cycle estimates: on v5p, with K=8192 and N=2048,
-    it charges 0.96 of the peak at M=8192 and 0.57 at M=64 when the operands are already on chip, and the
-    formula stays within 4 % of it in between. `on_chip_bytes` of the operands need no reading. An empty
-    matmul is free.
+        overhead + max(padded FLOPs / (efficiency · peak), bytes in main memory / bandwidth)
+
+    the roofline of the scaling book ("All About Rooflines"). An empty matmul is free.
+
+    Args:
+      matmul: the matmul.
+      hardware: where it runs.
+      on_chip_bytes: bytes of operands that need no reading from main memory, where it is not said which. A
+        TPU's operand is there whole or not at all: those are taken that together are the most of them.
+      lhs_on_chip, rhs_on_chip: whether the operand needs no reading. A gather ring finds its weights so from
+        the second step on.
+      result_on_chip: whether the result stays in memory on the chip.
+      accumulator: dtype of an array of the result's shape that is added in the same fusion, such as a ring's
+        partial sum; None if there is none. Addition itself is free; the array is read.
+      accumulator_on_chip: whether it lies on the chip, and needs no reading from main memory.
     """
     if not matmul.flops:
         return 0.0
+    table = table_of(hardware)
+    unit = None if table is None else unit_of(matmul.dtype, hardware)
+    if table is None or unit is None:
+        near_bytes = on_chip_bytes + _near_bytes(matmul, lhs_on_chip, rhs_on_chip, result_on_chip)
+        sum_bytes = 0.0
+        if accumulator is not None and not accumulator_on_chip:
+            sum_bytes = matmul.batch * matmul.m * matmul.n * dtype_bytes(accumulator)
+        return _roofline_s(matmul, hardware, near_bytes, sum_bytes)
+    if on_chip_bytes > 0:
+        lhs_on_chip, rhs_on_chip = _resident(matmul, on_chip_bytes, lhs_on_chip, rhs_on_chip)
+    return _table_s(
+        matmul,
+        table,
+        unit,
+        (lhs_on_chip, rhs_on_chip, result_on_chip),
+        0.0 if accumulator is None else dtype_bytes(accumulator),
+        accumulator_on_chip,
+    )
+
+
+def _roofline_s(matmul: Matmul, hardware: Hardware, near_bytes: float, sum_bytes: float) -> float:
     compute_s = matmul.padded(hardware.matmul_tile).flops / (
         hardware.matmul_efficiency * hardware.flops_for(matmul.dtype)
     )
-    memory_s = max(matmul.bytes - on_chip_bytes, 0) / hardware.hbm_bytes_per_s
+    memory_s = (max(matmul.bytes - near_bytes, 0) + sum_bytes) / hardware.hbm_bytes_per_s
     return hardware.matmul_overhead_s + max(compute_s, memory_s)
+
+
+def _table_s(
+    matmul: Matmul,
+    table: MatmulTable,
+    unit: Unit,
+    near: tuple[bool, bool, bool],
+    accumulator_width: float,
+    accumulator_near: bool,
+) -> float:
+    lhs_near, rhs_near, result_near = near
+    width = dtype_bytes(matmul.dtype)
+    return table.seconds(
+        matmul.batch,
+        matmul.m,
+        matmul.k,
+        matmul.n,
+        unit,
+        width,
+        width if matmul.out_dtype is None else dtype_bytes(matmul.out_dtype),
+        lhs_near=lhs_near,
+        rhs_near=rhs_near,
+        result_near=result_near,
+        accumulator_width=accumulator_width,
+        accumulator_near=accumulator_near,
+    )
+
+
+def _near_bytes(matmul: Matmul, lhs: bool, rhs: bool, result: bool) -> float:
+    """Bytes of what lies on the chip."""
+    width = dtype_bytes(matmul.dtype)
+    out_width = dtype_bytes(matmul.out_dtype or matmul.dtype)
+    elements = lhs * matmul.m * matmul.k * width + rhs * matmul.k * matmul.n * width
+    return matmul.batch * (elements + result * matmul.m * matmul.n * out_width)
+
+
+def _resident(matmul: Matmul, on_chip_bytes: float, lhs: bool, rhs: bool) -> tuple[bool, bool]:
+    """Whether left and right operand lie on the chip, if they are so many bytes of those not said to."""
+    width = dtype_bytes(matmul.dtype) * matmul.batch * matmul.k
+    lhs_bytes = 0.0 if lhs else width * matmul.m
+    rhs_bytes = 0.0 if rhs else width * matmul.n
+    if lhs_bytes + rhs_bytes <= on_chip_bytes:
+        return True, True
+    larger_is_lhs = lhs_bytes > rhs_bytes
+    if max(lhs_bytes, rhs_bytes) <= on_chip_bytes:
+        return lhs or larger_is_lhs, rhs or not larger_is_lhs
+    if min(lhs_bytes, rhs_bytes) <= on_chip_bytes:
+        return lhs or not larger_is_lhs, rhs or larger_is_lhs
+    return lhs, rhs

@@ -270,7 +270,7 @@ def _all(chain: PlainChain, most_rings: int) -> Iterator[Form]:
     for directions, rings in itertools.product(ways, range(1, most_rings + 1)):
         base = Form(directions=directions, rings=rings)
         if chain.gathers:
-            for columns, joined in itertools.product((1, 2, 4, 8), (False, True)):
+            for columns, joined in itertools.product((1, 2, 4, 8, 16), (False, True)):
                 yield dataclasses.replace(base, columns=columns, joined=joined)
                 if not joined:
                     yield dataclasses.replace(base, columns=columns, across=True)
@@ -296,10 +296,7 @@ def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
     second = None
     if chain.free is not None and columns > 1:
         second = (chain.free, Fraction(1, columns))
-    summed = [dot.matmul for dot in chain.dots if dot.cut == "k"]
-    sum_bytes = sum(
-        each.batch * each.m * each.n * _accumulator_bytes(each.out_dtype or each.dtype) for each in summed
-    )
+    summed = [_accumulator(d.matmul.out_dtype or d.matmul.dtype) for d in chain.dots if d.cut == "k"]
     return RingWork(
         collective="all_gather",
         shard_bytes=chain.moved_bytes / axis.size,
@@ -311,7 +308,7 @@ def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
         chains=form.chains,
         columns=form.columns,
         joined=form.joined,
-        accumulator_bytes=sum_bytes / columns,
+        accumulator=max(summed, key=dtype_bytes, default="float32"),
         accumulators=strips,
         hands_out_gathered=chain.handed_out,
     )
@@ -324,7 +321,7 @@ def _scatter_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
         second = (chain.free, Fraction(1, form.pieces))
     else:
         share /= form.pieces
-    wide_bytes = chain.elements * _accumulator_bytes(chain.dtype) / axis.size
+    wide_bytes = chain.elements * dtype_bytes(_accumulator(chain.dtype)) / axis.size
     narrow_bytes = chain.moved_bytes / axis.size
     copied_bytes = 2 * sum(dot.copied_bytes for dot in chain.dots) / axis.size
     return RingWork(
@@ -336,12 +333,13 @@ def _scatter_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
         directions=form.directions,
         rings=form.rings,
         chains=form.chains,
+        accumulator=_accumulator(chain.dtype) if form.wide_wire else chain.dtype,
         fused=fused,
         apart_bytes=copied_bytes if fused else copied_bytes + 3 * wide_bytes,
     )
 
 
-def _accumulator_bytes(dtype: str) -> float:
-    """Bytes per element of partial sums: floats narrower than 32 bits are added up in float32."""
+def _accumulator(dtype: str) -> str:
+    """The dtype of partial sums: floats narrower than 32 bits are added up in float32."""
     kind, bits = parse_dtype(dtype)
-    return max(bits, 32 if kind == "float" else 0) / 8
+    return "float32" if kind == "float" and bits < 32 else dtype

@@ -8,10 +8,12 @@ where they arise.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, fields
 from typing import Literal
 
 from cost_model.axis import Axis, Directions
+from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
 
@@ -31,8 +33,9 @@ class RingWork:
       chains: pieces of a shard per ring and direction. A step has directions · rings · chains pieces.
       columns: how many such rings of steps run one after the other, each with its part of every shard.
       joined: whether the pieces of a step go into one partial dot; then `piece` is that of all of them.
-      accumulator_bytes: bytes that the dots of one piece add to; 0 where results are placed.
-      accumulators: how many such there are: 1, to which all pieces add, or one for each.
+      accumulator: dtype of the partial sums that dots add to, where they do: those of a gather whose piece is
+        cut along K, and those of a fused scatter, which are as they travel.
+      accumulators: to how many arrays the pieces of a gather add: all to one, or each to its own.
       fused: whether the additions of a scatter ring are part of its dots, which then wait for the sums.
       apart_bytes: bytes that are read and written beside the dots of one step: additions that are not part of
         them, blocks copied for them.
@@ -52,7 +55,7 @@ class RingWork:
     chains: int = 1
     columns: int = 1
     joined: bool = False
-    accumulator_bytes: float = 0
+    accumulator: str = "float32"
     accumulators: int = 1
     fused: bool = True
     apart_bytes: float = 0
@@ -63,7 +66,7 @@ class RingWork:
             raise ValueError(f"collective must be 'all_gather' or 'reduce_scatter', got {self.collective!r}")
         if self.directions not in (1, 2) or min(self.rings, self.chains, self.columns, self.accumulators) < 1:
             raise ValueError(f"directions are 1 or 2, rings and other counts at least 1, got {self}")
-        if min(self.shard_bytes, self.collective_shard_bytes, self.accumulator_bytes, self.apart_bytes) < 0:
+        if min(self.shard_bytes, self.collective_shard_bytes, self.apart_bytes) < 0:
             raise ValueError(f"bytes must not be negative, got {self}")
         if len(self.piece) != len(self.matmuls):
             raise ValueError(f"every matmul needs its piece, got {self}")
@@ -123,8 +126,8 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
     since a gather ring adds its own partial sums, beside the hop, and an accumulator must be added to before
     it is sent on; if the dot itself adds to it, its hop runs beside the dots of the other pieces only.
     Copying the gathered shards into place reads and writes each once. An operand that every partial dot
-    shares is read from HBM in one step and found on chip in the others, if it takes half of that memory at
-    most. Partial sums are read and written by every dot that adds to them, unless they stay on chip.
+    shares is found on chip, if it fits there. Partial sums are read and written by
+    every dot that adds to them, unless those of a gather stay on chip; sums that travel never do.
 
     Where the hardware does not overlap, hops and partial dots take turns, and a hop carries no less than the
     original collective did: a narrower wire is not an effect of the ring, and shared memory does not reward
@@ -134,12 +137,9 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
     hops = axis.size - 1
     dots = 1 if work.joined else work.pieces
     copy_s = 2 * work.shard_bytes / hardware.hbm_bytes_per_s if work.hands_out_gathered else 0.0
-    sum_s = 0.0
-    if work.accumulator_bytes * work.accumulators > hardware.accumulator_on_chip_bytes:
-        sum_s = 2 * work.accumulator_bytes / hardware.hbm_bytes_per_s
-    dot_s = _warm_s(work.piece, work.matmuls, hardware) + sum_s
-    first_s = dots * sum(matmul_s(piece, hardware) for piece in work.piece) + copy_s
-    partial_s = dots * dot_s + copy_s
+    held = _held_bytes(work, hardware)
+    first_s = dots * _cold_s(work.piece, held, hardware) + copy_s
+    partial_s = dots * _warm_s(work, held, hardware) + copy_s
     add_s = work.apart_bytes / hardware.hbm_bytes_per_s
 
     shard_bytes = work.shard_bytes
@@ -160,7 +160,7 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
     collective_s = axis.all_gather_s if gathered else axis.reduce_scatter_s
     latency_s = work.chains * axis.step_s(0, work.directions, work.rings)
     return Estimate(
-        dot_s=sum((matmul_s(matmul, hardware) for matmul in work.matmuls), 0.0),
+        dot_s=_cold_s(work.matmuls, held, hardware),
         collective_s=collective_s(axis.size * work.collective_shard_bytes),
         partials_s=work.columns * (first_s + hops * (partial_s + add_s)),
         hops_s=work.columns * hops * wire_s,
@@ -169,12 +169,41 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
     )
 
 
-def _warm_s(pieces: tuple[Matmul, ...], wholes: tuple[Matmul, ...], hardware: Hardware) -> float:
-    """Seconds of the pieces in a step that finds the operands shared by all steps on chip, if they fit."""
-    stationary = [piece.stationary_bytes(whole) for piece, whole in zip(pieces, wholes, strict=True)]
-    if sum(stationary) > hardware.on_chip_bytes / 2:
-        stationary = [0.0] * len(pieces)
-    return sum(
-        matmul_s(piece, hardware, on_chip_bytes=resident)
-        for piece, resident in zip(pieces, stationary, strict=True)
-    )
+def _held_bytes(work: RingWork, hardware: Hardware) -> tuple[float, ...]:
+    """Per matmul, bytes of the operand that all its pieces share, if together they stay on chip; else 0."""
+    shared = [piece.stationary_bytes(whole) for piece, whole in zip(work.piece, work.matmuls, strict=True)]
+    if sum(shared) > hardware.on_chip_bytes:
+        return (0.0,) * len(shared)
+    return tuple(shared)
+
+
+def _cold_s(matmuls: tuple[Matmul, ...], held: tuple[float, ...], hardware: Hardware) -> float:
+    """Seconds of dots that find what is held: it is fetched beside the collective that comes before."""
+    pairs = zip(matmuls, held, strict=True)
+    return sum((matmul_s(matmul, hardware, on_chip_bytes=near) for matmul, near in pairs), 0.0)
+
+
+def _warm_s(work: RingWork, held: tuple[float, ...], hardware: Hardware) -> float:
+    """Seconds of one piece's dots in a step that adds to sums, where there are any."""
+    gathered = work.collective == "all_gather"
+    adds = [
+        piece.k < whole.k if gathered else work.fused
+        for piece, whole in zip(work.piece, work.matmuls, strict=True)
+    ]
+    width = dtype_bytes(work.accumulator)
+    sums = zip(work.piece, adds, strict=True)
+    sum_bytes = sum(piece.batch * piece.m * piece.n * width for piece, added in sums if added)
+    near = gathered and sum_bytes * work.accumulators <= hardware.accumulator_on_chip_bytes
+    total_s = 0.0
+    for piece, added, resident in zip(work.piece, adds, held, strict=True):
+        if added:
+            piece = dataclasses.replace(piece, out_dtype=work.accumulator)
+        total_s += matmul_s(
+            piece,
+            hardware,
+            on_chip_bytes=resident,
+            result_on_chip=added and near,
+            accumulator=work.accumulator if added else None,
+            accumulator_on_chip=added and near,
+        )
+    return total_s

@@ -65,7 +65,7 @@ def gather_work(flow: Dataflow, chain: AllGatherDot) -> WorkOf:
     wire = flow.avals[chain.wire]
     whole = _matmuls(flow, chain, Fraction(1))
     sums = [flow.avals[flow.ops[d.op].outputs[0]] for d in chain.dots if d.dims.result_dim is None]
-    sum_bytes = sum(s.size * accumulator_dtype(s.dtype).itemsize for s in sums)
+    accumulator = max((accumulator_dtype(s.dtype) for s in sums), key=lambda d: d.itemsize, default=None)
     cut = across(flow, chain)
 
     def work(schedule: RingSchedule) -> RingWork:
@@ -84,7 +84,7 @@ def gather_work(flow: Dataflow, chain: AllGatherDot) -> WorkOf:
             chains=schedule.chains,
             columns=schedule.columns,
             joined=schedule.joined,
-            accumulator_bytes=sum_bytes / columns,
+            accumulator="float32" if accumulator is None else accumulator.name,
             accumulators=strips,
             hands_out_gathered=bool(chain.handed_out),
         )
@@ -98,9 +98,10 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
     scattered = flow.aval(flow.ops[chain.collective.op].inputs[0])
     whole = _matmuls(flow, chain, Fraction(1))
     cut = across(flow, chain)
-    wide_bytes = scattered.size * accumulator_dtype(scattered.dtype).itemsize / axis_size
+    narrow, wide = scattered.dtype, accumulator_dtype(scattered.dtype)
+    wide_bytes = scattered.size * wide.itemsize / axis_size
     copied_bytes = 2 * _scattered_blocks_bytes(flow, chain) / axis_size
-    narrow_bytes = scattered.size * scattered.dtype.itemsize / axis_size
+    narrow_bytes = scattered.size * narrow.itemsize / axis_size
 
     def work(schedule: RingSchedule) -> RingWork:
         share = Fraction(1, axis_size)
@@ -119,6 +120,7 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
             directions=schedule.directions,
             rings=schedule.rings,
             chains=schedule.chains,
+            accumulator=(narrow if schedule.wire == "operand" else wide).name,
             fused=fused,
             apart_bytes=copied_bytes if fused else copied_bytes + 3 * wide_bytes,
         )

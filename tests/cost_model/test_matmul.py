@@ -15,11 +15,11 @@ _HARDWARE = st.sampled_from([by_name(name) for name in names()])
 
 
 def _efficiency(matmul: Matmul, hardware: Hardware) -> float:
-    seconds = matmul_s(matmul, hardware, on_chip_bytes=math.inf)
+    seconds = matmul_s(matmul, hardware, rhs_on_chip=True)
     return matmul.flops / hardware.flops_for(matmul.dtype) / seconds
 
 
-# From the TPU compiler's estimated cycles of [M,8192]·[8192,2048] in bfloat16, operands in VMEM.
+# From the TPU compiler's estimated cycles of [M,8192]·[8192,2048] in bfloat16, weights in VMEM.
 @pytest.mark.parametrize(
     ("name", "m", "fraction"),
     [
@@ -40,7 +40,7 @@ def _efficiency(matmul: Matmul, hardware: Hardware) -> float:
     ],
 )
 def test_efficiency_falls_with_m_as_the_tpu_compiler_has_it(name: str, m: int, fraction: float) -> None:
-    assert _efficiency(Matmul(m=m, k=8192, n=2048), by_name(name)) == pytest.approx(fraction, rel=0.05)
+    assert _efficiency(Matmul(m=m, k=8192, n=2048), by_name(name)) == pytest.approx(fraction, rel=0.07)
 
 
 def test_flops_and_bytes_count_each_operand_once_and_the_batch() -> None:
@@ -50,9 +50,51 @@ def test_flops_and_bytes_count_each_operand_once_and_the_batch() -> None:
 
 
 def test_a_matrix_times_a_few_rows_takes_as_long_as_reading_the_matrix() -> None:
+    # The compiler's estimate, 341764 cycles, is 72 % of the bandwidth.
     v5e = by_name("tpu_v5e")
-    reading_s = 8192 * 8192 * 2 / 8.1e11
-    assert matmul_s(Matmul(m=8, k=8192, n=8192), v5e) == pytest.approx(reading_s + 4.6e-6, rel=0.01)
+    assert matmul_s(Matmul(m=64, k=8192, n=8192), v5e, lhs_on_chip=True) == pytest.approx(
+        341764 / 1.5e9, rel=0.05
+    )
+    h100 = by_name("h100")
+    reading_s = 8192 * 8192 * 2 / 3.35e12
+    assert matmul_s(Matmul(m=8, k=8192, n=8192), h100) == pytest.approx(reading_s + 4e-6, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["tpu_v5e", "h100"])
+def test_each_array_on_chip_saves_time(name: str) -> None:
+    hardware, matmul = by_name(name), Matmul(m=128, k=128, n=16384)
+    whole_s = matmul_s(matmul, hardware)
+    assert matmul_s(matmul, hardware, rhs_on_chip=True) < whole_s
+    assert matmul_s(matmul, hardware, lhs_on_chip=True) < whole_s
+    assert matmul_s(matmul, hardware, result_on_chip=True) < whole_s
+    assert matmul_s(matmul, hardware, lhs_on_chip=True, rhs_on_chip=True) < matmul_s(
+        matmul, hardware, rhs_on_chip=True
+    )
+
+
+@pytest.mark.parametrize("name", ["tpu_v5p", "h100"])
+def test_an_accumulator_costs_its_reading_alone(name: str) -> None:
+    hardware = by_name(name)
+    matmul = Matmul(m=4096, k=128, n=8192, out_dtype="float32")
+    plain_s = matmul_s(matmul, hardware)
+    read_s = matmul_s(matmul, hardware, accumulator="float32") - plain_s
+    least_s = 4 * 4096 * 8192 / hardware.hbm_bytes_per_s
+    assert least_s * 0.99 < read_s < 2 * least_s
+    assert matmul_s(matmul, hardware, accumulator="float32", accumulator_on_chip=True) == plain_s
+
+
+def test_bytes_on_chip_are_taken_for_the_operands_that_they_hold() -> None:
+    v5e, matmul = by_name("tpu_v5e"), Matmul(m=64, k=1024, n=8192)
+    lhs_bytes, rhs_bytes = 2 * 64 * 1024, 2 * 1024 * 8192
+    for on_chip_bytes, lhs, rhs in [
+        (0, False, False),
+        (lhs_bytes - 1, False, False),
+        (lhs_bytes, True, False),
+        (rhs_bytes, False, True),
+        (rhs_bytes + lhs_bytes, True, True),
+    ]:
+        expected_s = matmul_s(matmul, v5e, lhs_on_chip=lhs, rhs_on_chip=rhs)
+        assert matmul_s(matmul, v5e, on_chip_bytes=on_chip_bytes) == expected_s
 
 
 def test_operands_on_chip_need_no_reading() -> None:
@@ -61,10 +103,19 @@ def test_operands_on_chip_need_no_reading() -> None:
 
 
 def test_small_dimensions_are_padded_to_the_tile() -> None:
-    v5p = dataclasses.replace(by_name("tpu_v5p"), hbm_bytes_per_s=1e18)
-    padded = matmul_s(Matmul(m=4096, k=128, n=4096), v5p)
-    assert matmul_s(Matmul(m=4096, k=16, n=4096), v5p) == padded
-    assert matmul_s(Matmul(m=4096, k=129, n=4096), v5p) > padded
+    v5p = by_name("tpu_v5p")
+    for hardware in (v5p, dataclasses.replace(v5p, hbm_bytes_per_s=1e18)):
+        padded_s = matmul_s(Matmul(m=4096, k=16384, n=128), hardware, on_chip_bytes=math.inf)
+        narrow_s = matmul_s(Matmul(m=4096, k=16384, n=120), hardware, on_chip_bytes=math.inf)
+        wide_s = matmul_s(Matmul(m=4096, k=16384, n=256), hardware, on_chip_bytes=math.inf)
+        assert narrow_s == pytest.approx(padded_s, rel=0.07)
+        assert wide_s > 1.8 * padded_s
+
+
+def test_rates_that_were_measured_count_for_more_than_the_table() -> None:
+    measured = dataclasses.replace(by_name("tpu_v5p"), matmul_efficiency=0.5, matmul_overhead_s=1e-6)
+    matmul = Matmul(m=8192, k=8192, n=8192)
+    assert matmul_s(matmul, measured) == pytest.approx(1e-6 + matmul.flops / (0.5 * 4.59e14))
 
 
 def test_an_empty_matmul_is_free() -> None:

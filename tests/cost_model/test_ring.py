@@ -46,6 +46,9 @@ _M = Matmul(m=1000, k=1000, n=1000)
 
 _M_S = 6e-3 + 1e-6
 
+_SUM_S = 8e-3 + 1e-6
+"""The same with a bfloat16 sum of the result's 2e6 bytes that is read too."""
+
 
 def _gather(
     rows: int, k: int, n: int, axis_size: int, directions: Directions = 1, chains: int = 1, **form: Any
@@ -114,8 +117,9 @@ def test_the_estimate_of_a_scatter_agrees_with_compiled_schedules(name: str, rin
     ("make", "rows", "k", "n"), [(_gather, 8192, 8192, 2048), (_scatter, 8192, 2048, 8192)]
 )
 def test_a_large_matmul_pays_on_v5p(make: Any, rows: int, k: int, n: int) -> None:
-    priced = _best(make, rows, k, n, 16, _V5P)[1]
-    assert priced.benefit_s > 0.2 * priced.original_s
+    # A scatter hides its hops behind the dots of another sum only.
+    priced = estimate(make(rows, k, n, 16, 2, 2), Axis(_V5P, 16))
+    assert priced.benefit_s > 0.15 * priced.original_s
 
 
 @pytest.mark.parametrize("make", [_gather, _scatter])
@@ -129,7 +133,7 @@ def test_an_estimate_adds_up() -> None:
     priced = estimate(work, Axis(_V5P, 16))
     assert priced.original_s == priced.dot_s + priced.collective_s
     assert priced.benefit_s == priced.original_s - priced.overlapped_s
-    assert priced.dot_s == matmul_s(work.matmuls[0], _V5P)
+    assert priced.dot_s == matmul_s(work.matmuls[0], _V5P, on_chip_bytes=8192 * 2048 * 2)
     assert priced.hops_s == pytest.approx(15 * work.shard_bytes / 9e10)
     assert priced.hop_latency_s == pytest.approx(15e-6)
 
@@ -137,7 +141,8 @@ def test_an_estimate_adds_up() -> None:
 def test_one_step_of_a_communication_bound_ring_is_exposed() -> None:
     work = _gather(8192, 8192, 256, 16)
     priced = estimate(work, Axis(_V5P, 16))
-    assert priced.overlapped_s == pytest.approx(priced.hops_s + matmul_s(work.piece[0], _V5P))
+    first_s = matmul_s(work.piece[0], _V5P, on_chip_bytes=8192 * 256 * 2)
+    assert priced.overlapped_s == pytest.approx(priced.hops_s + first_s)
 
 
 def test_a_compute_bound_ring_takes_as_long_as_its_partial_dots() -> None:
@@ -201,22 +206,26 @@ def test_a_step_of_a_gather_ring(form: Any, dots: int, wire_s: float) -> None:
 def test_a_step_of_a_scatter_ring(
     form: Any, dots: int, hop_s: float, fused: bool, apart_bytes: float
 ) -> None:
-    priced = _by_hand(collective="reduce_scatter", fused=fused, apart_bytes=apart_bytes, **form)
+    priced = _by_hand(
+        collective="reduce_scatter", fused=fused, apart_bytes=apart_bytes, accumulator="bfloat16", **form
+    )
     chains = form.get("chains", 1)
     add_s = apart_bytes / 1e9
+    dot_s = _SUM_S if fused else _M_S
     # A dot that adds to a sum waits for it; one whose result is added later does not.
-    step_s = max(dots * _M_S, _M_S + hop_s if fused else 0, chains * hop_s) + add_s
+    step_s = max(dots * dot_s, dot_s + hop_s if fused else 0, chains * hop_s) + add_s
     assert priced.hops_s == pytest.approx(3 * chains * hop_s)
-    assert priced.partials_s == pytest.approx(dots * _M_S + 3 * (dots * _M_S + add_s))
+    assert priced.partials_s == pytest.approx(dots * _M_S + 3 * (dots * dot_s + add_s))
     assert priced.overlapped_s == pytest.approx(dots * _M_S + 3 * step_s)
 
 
 def test_a_hop_that_a_dot_waits_for_is_hidden_by_another_sum_s_dot() -> None:
-    one = _by_hand(collective="reduce_scatter", shard_bytes=4e6)
-    two = _by_hand(collective="reduce_scatter", shard_bytes=4e6, chains=2)
-    apart = _by_hand(collective="reduce_scatter", shard_bytes=4e6, fused=False)
-    assert one.overlapped_s == pytest.approx(_M_S + 3 * (_M_S + 4e-3))
-    assert two.overlapped_s == pytest.approx(4 * 2 * _M_S)
+    scatter: dict[str, Any] = {"collective": "reduce_scatter", "shard_bytes": 4e6, "accumulator": "bfloat16"}
+    one = _by_hand(**scatter)
+    two = _by_hand(**scatter, chains=2)
+    apart = _by_hand(**scatter, fused=False)
+    assert one.overlapped_s == pytest.approx(_M_S + 3 * (_SUM_S + 4e-3))
+    assert two.overlapped_s == pytest.approx(2 * _M_S + 3 * 2 * _SUM_S)
     assert apart.overlapped_s == pytest.approx(4 * _M_S)
 
 
@@ -242,29 +251,33 @@ def test_a_chain_pays_the_latency_of_its_own_hop() -> None:
     assert _by_hand(shard_bytes=0, directions=2).hops_s == pytest.approx(3e-6)
 
 
+def _summing(hardware: Hardware, **form: Any) -> Estimate:
+    """A gather along K: the pieces' float32 results, of 4e6 bytes, are added up."""
+    whole = dataclasses.replace(_M, k=4000)
+    return estimate(_work(matmuls=(whole,), shard_bytes=0, **form), Axis(hardware, 4))
+
+
 def test_an_accumulator_too_large_for_the_chip_is_read_and_written_by_every_dot() -> None:
-    small, large = _by_hand(accumulator_bytes=1e3), _by_hand(accumulator_bytes=1001)
-    assert small.partials_s == pytest.approx(4 * _M_S)
-    # The first dot makes it.
-    assert large.partials_s == pytest.approx(4 * _M_S + 3 * 2 * 1001 / 1e9)
-    pieces = _by_hand(accumulator_bytes=1e6, directions=2)
-    joined = _by_hand(accumulator_bytes=1e6, directions=2, joined=True)
-    assert pieces.partials_s == pytest.approx(4 * 2 * _M_S + 3 * 2 * 2e-3)
-    assert joined.partials_s == pytest.approx(4 * _M_S + 3 * 2e-3)
+    # Operands of 4e6 bytes; the first dot makes the sum, 2e6 bytes as it leaves.
+    assert _summing(_PLAIN).partials_s == pytest.approx(_M_S + 3 * (12e-3 + 1e-6))
+    holding = dataclasses.replace(_PLAIN, accumulator_on_chip_bytes=4e6)
+    assert _summing(holding).partials_s == pytest.approx(_M_S + 3 * (4e-3 + 1e-6))
+    joined = _summing(_PLAIN, directions=2, joined=True)
+    assert joined.partials_s == pytest.approx(_M_S + 3 * (12e-3 + 1e-6))
 
 
-def test_columns_bring_an_accumulator_onto_the_chip() -> None:
-    work = _gather(65536, 8192, 8192, 16, 2)
-    axis = Axis(_V5E, 16)
-    assert _V5E.accumulator_on_chip_bytes == 32 * 2**20
-    sums = [
-        estimate(dataclasses.replace(work, accumulator_bytes=64 * 2**20 / columns, columns=columns), axis)
-        for columns in (1, 2, 4)
-    ]
-    plain = [estimate(dataclasses.replace(work, columns=columns), axis) for columns in (1, 2, 4)]
-    extra = [with_sum.partials_s - without.partials_s for with_sum, without in zip(sums, plain, strict=True)]
-    assert extra[0] > 0
-    assert extra[1:] == pytest.approx([0, 0])
+def test_accumulators_of_pieces_must_fit_on_the_chip_together() -> None:
+    holding = dataclasses.replace(_PLAIN, accumulator_on_chip_bytes=4e6)
+    one, apart = (_summing(holding, directions=2, accumulators=count) for count in (1, 2))
+    assert one.partials_s == pytest.approx(2 * (_M_S + 3 * (4e-3 + 1e-6)))
+    assert apart.partials_s == pytest.approx(2 * (_M_S + 3 * (12e-3 + 1e-6)))
+
+
+def test_what_every_dot_shares_is_on_the_chip_if_it_fits() -> None:
+    fitting = dataclasses.replace(_PLAIN, on_chip_bytes=2e6)
+    too_small = dataclasses.replace(_PLAIN, on_chip_bytes=2e6 - 1)
+    assert estimate(_work(), Axis(fitting, 4)).partials_s == pytest.approx(4 * (4e-3 + 1e-6))
+    assert estimate(_work(), Axis(too_small, 4)).partials_s == pytest.approx(4 * _M_S)
 
 
 def test_pieces_are_counted_over_directions_rings_and_chains() -> None:
@@ -362,7 +375,7 @@ def test_an_axis_of_one_device_gains_nothing() -> None:
         {"columns": 0},
         {"shard_bytes": -1},
         {"collective_shard_bytes": -1},
-        {"accumulator_bytes": -1},
+        {"accumulators": 0},
         {"apart_bytes": -1},
         {"collective": "psum"},
         {"piece": ()},

@@ -231,8 +231,8 @@ class TestThePrice:
             timed = pass_time(forward(model, Split(fsdp=64)), {"fsdp": on}, V5P, "bfloat16")
             return timed.compute_s > timed.communication_s
 
-        # Matmuls reach 96 % of the peak, which lowers the threshold a little.
-        assert not bound_by_compute(int(0.85 * tokens))
+        # Matmuls of two operands in main memory reach 86 % of the peak, which lowers the threshold as much.
+        assert not bound_by_compute(int(0.8 * tokens))
         assert bound_by_compute(int(1.05 * tokens))
 
 

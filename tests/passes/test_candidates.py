@@ -179,10 +179,10 @@ def test_only_what_has_another_dim_is_cut_across_or_in_columns(chain: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns"), [(511, {1}), (512, {1, 2}), (1024, {1, 2, 4}), (4096, {1, 2, 4, 8})]
+    ("rows", "columns"), [(511, {1}), (512, {1, 2}), (1024, {1, 2, 4}), (4096, {1, 2, 4, 8, 16})]
 )
 def test_columns_are_wide_enough_for_the_matrix_unit(rows: int, columns: set[int]) -> None:
-    assert LEAST_COLUMN == 256 and max(COLUMNS) == 8
+    assert LEAST_COLUMN == 256 and max(COLUMNS) == 16
     for thorough in (False, True):
         flow, chain = gather_contracting(rows)
         found = candidates(flow, chain, AXES["ring"], thorough=thorough)
