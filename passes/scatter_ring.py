@@ -124,7 +124,7 @@ class _Ring:
                 if step is steps[-1] and self._waits(number, step):
                     sent[number] = _Unsent(sent[number])
                 else:
-                    sent[number] = self._send(sent[number], part)
+                    sent[number] = self._send(sent[number], part, piece.distance)
                     self.in_flight = [number] if self.explicit else []
         return sent
 
@@ -203,11 +203,11 @@ class _Ring:
         received = tied.pop(0) if arrived else None
         return received, dict(zip(cuts, tied, strict=True))
 
-    def _send(self, total: Any, part: Part) -> Any:
+    def _send(self, total: Any, part: Part, held: Any = 0) -> Any:
         with self.scope():
             places = self.rings[part.ring]
             hop = places.start_hop if self.explicit else places.hop
-            return hop(total, -part.step)
+            return hop(total, -part.step, held)
 
     def _narrow(self, total: Any, step: Any) -> Any:
         """A sum as it travels; the last one does not."""

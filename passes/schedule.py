@@ -8,9 +8,11 @@ import math
 from fractions import Fraction
 from typing import Literal
 
+from cost_model import Walk
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum
 from passes.dots import DotDims, dot_dims
 from passes.graph import Dataflow
+from passes.hops import Order
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +35,9 @@ class RingSchedule:
       wire: what a scatter ring sends: partial sums in ``float32`` (at least), or in the dtype of the
         ``operand``, rounded after every addition as the collective itself would.
       unroll: steps per iteration of a rolled ring; 0 where the ring is unrolled.
-      orders: per ring the places in the order in which it visits them, each ring with its share of every
-        block; empty for one ring in the order of the places.
+      orders: per ring the places in the order in which it visits them, or a walk, each ring with its share
+        of every block; empty for one ring in the order of the places. Walks go one way, and are not rolled:
+        each of their hops has pairs of its own.
     """
 
     directions: Literal[1, 2]
@@ -45,7 +48,16 @@ class RingSchedule:
     joined: bool = False
     wire: Literal["float32", "operand"] = "float32"
     unroll: int = 0
-    orders: tuple[tuple[int, ...], ...] = ()
+    orders: tuple[Order, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.walks and (self.directions > 1 or self.unroll or self.route != "ring"):
+            raise ValueError(f"walks are unrolled rings of one direction, not {self}")
+
+    @property
+    def walks(self) -> bool:
+        """Whether the rings are walks."""
+        return any(isinstance(order, Walk) for order in self.orders)
 
     @property
     def rings(self) -> int:
@@ -73,7 +85,9 @@ class RingSchedule:
             words.append("narrow wire")
         if self.unroll:
             words.append(f"rolled by {self.unroll}")
-        if self.orders:
+        if self.walks:
+            words.append(f"{self.rings} walks")
+        elif self.orders:
             words.append("reordered" if self.rings == 1 else f"{self.rings} rings")
         return ", ".join(words)
 
