@@ -112,6 +112,9 @@ def _by_rule(flow: Dataflow, chain: Chain, base: RingSchedule, known: Rule) -> I
             yield dataclasses.replace(base, columns=columns, joined=known.joined and base.pieces > 1)
     else:
         yield dataclasses.replace(base, chains=known.chains, across=known.across)
+        if base.walks:
+            # A third of a block's rows may be few, and cutting across may copy much: the prices decide.
+            yield dataclasses.replace(base, across=True)
         if known.across:
             yield dataclasses.replace(base, chains=known.chains)
         if known.chains > 1:

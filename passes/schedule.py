@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from fractions import Fraction
-from typing import Literal
+from typing import Final, Literal
 
 from cost_model import Walk
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum
@@ -185,10 +185,15 @@ def divisions(flow: Dataflow, chain: Chain) -> int:
     return math.gcd(*(size // chain.collective.axis_size for size in sizes))
 
 
+TILE: Final = 16
+"""Rows of a tile of two-byte elements on TPU, the most common: slices that begin inside a tile are copied."""
+
+
 def parts(schedule: RingSchedule, unit: int) -> tuple[Part, ...]:
     """How a schedule divides each block, given the number of equal parts it can be cut into.
 
-    Pieces that go both ways take turns. Where ``unit`` does not divide by their number some are larger.
+    Pieces that go both ways take turns. Where ``unit`` does not divide by their number some are larger: all
+    but the last are multiples of ``TILE`` parts, or of less where blocks are small.
 
     Raises:
       ValueError: the schedule has more pieces than there are parts.
@@ -196,7 +201,11 @@ def parts(schedule: RingSchedule, unit: int) -> tuple[Part, ...]:
     pieces = schedule.pieces
     if pieces > unit:
         raise ValueError(f"a block of {unit} part(s) cannot be cut into {pieces} pieces")
-    bounds = [Fraction(-(-unit * number // pieces), unit) for number in range(pieces + 1)]
+    grain = TILE
+    while grain > 1 and (unit % pieces == 0 or 2 * grain * pieces > unit):
+        grain //= 2
+    bounds = [Fraction(-(-unit * number // (pieces * grain)) * grain, unit) for number in range(pieces)]
+    bounds.append(Fraction(1))
     steps: tuple[Literal[1, -1], ...] = (1, -1) if schedule.directions == 2 else (1,)
     ways = [(step, ring) for ring in range(schedule.rings) for step in steps]
     return tuple(
