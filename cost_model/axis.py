@@ -70,7 +70,7 @@ class Axis:
         """Seconds in which every device passes on a shard, cut evenly over directions and rings, or walks."""
         if self.size == 1:
             return 0.0
-        if walks and self.topology is not None:
+        if walks and self.walks and self.topology is not None:
             return walk_step_s(self.walks, shard_bytes, self.topology, self.groups)
         if self.topology is None:
             return ring_hop_s(shard_bytes, self.size, self.hardware, directions=directions)

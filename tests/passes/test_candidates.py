@@ -220,7 +220,8 @@ def test_the_orders_of_an_axis_are_used_one_by_one_and_together() -> None:
 @pytest.mark.parametrize("make", [gather_free, gather_contracting, scatter, psum, psum_then_dot])
 def test_the_walks_of_a_cube_are_used_together_and_one_way(make: Any, thorough: bool) -> None:
     axis = AXES["cube"]
-    found = [s for s in candidates(*make(), axis, thorough=thorough) if s.walks]
+    flow, chain = make()
+    found = [s for s in candidates(flow, chain, axis, thorough=thorough) if s.walks]
     assert len(axis.walks) == 3
     assert {(s.directions, s.chains, s.unroll, s.orders) for s in found} == {(1, 1, 0, axis.walks)}
     assert all(str(s).endswith("3 walks") for s in found)
