@@ -121,12 +121,15 @@ def test_a_narrow_wire_rounds_once_per_hop(form: Any) -> None:
 
 @pytest.mark.parametrize("dimensions", [3, 2])
 @pytest.mark.parametrize(
-    "form", [{}, {"joined": True}, {"across": True, "wire": "operand"}, {"chains": 2}], ids=str
+    ("name", "form"),
+    [
+        pytest.param(name, form, id=f"{name}-{'-'.join(form)}")
+        for name, pattern in PATTERNS.items()
+        for form in ({}, {"joined": True}, {"across": True, "wire": "operand"}, {"chains": 2})
+        if pattern.tiled and set(form) <= set(options_of(name))
+    ],
 )
-@pytest.mark.parametrize("name", [name for name, pattern in PATTERNS.items() if pattern.tiled])
 def test_walks_give_the_values_of_the_collective(name: str, form: dict[str, Any], dimensions: int) -> None:
-    if not set(form) <= set(options_of(name)):
-        pytest.skip(f"{form} is not for {name}")
     pattern, axis_size = PATTERNS[name], 8
     given_arguments = arguments(pattern.shapes(axis_size, 10), axis_size, "float32")
     walks = gray_walks((5, 0, 3, 6, 1, 7, 2, 4), dimensions)
