@@ -21,6 +21,7 @@ from cost_model.plain_chain import chain_of
 from cost_model.ring import Estimate, RingWork, estimate
 from cost_model.ring_order import RingOrder, ring_orders, ring_step_s
 from cost_model.topology import Link, Place, Topology
+from cost_model.walk import Walk, ring_walks, walk_step_s
 
 __all__ = [
     "Axis",
@@ -34,6 +35,7 @@ __all__ = [
     "RingOrder",
     "RingWork",
     "Topology",
+    "Walk",
     "all_gather_s",
     "all_reduce_s",
     "all_to_all_s",
@@ -53,4 +55,6 @@ __all__ = [
     "ring_hop_s",
     "ring_orders",
     "ring_step_s",
+    "ring_walks",
+    "walk_step_s",
 ]

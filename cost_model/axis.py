@@ -9,6 +9,7 @@ from cost_model import collectives, group_collectives
 from cost_model.hardware import Hardware
 from cost_model.ring_order import RingOrder, ring_orders, ring_step_s
 from cost_model.topology import Topology
+from cost_model.walk import Walk, ring_walks, walk_step_s
 
 Directions = Literal[1, 2]
 
@@ -23,6 +24,7 @@ class Axis:
       topology: where the devices are; None if unknown: then the axis is a ring (or a line) of its own.
       groups: the devices of each line of the mesh along the axis, by their number in the topology.
       orders: the best rings along the axis, which share no link.
+      walks: rings that follow no order and together are faster than those; none on most axes.
     """
 
     hardware: Hardware
@@ -30,12 +32,15 @@ class Axis:
     topology: Topology | None = None
     groups: tuple[tuple[int, ...], ...] = ()
     orders: tuple[RingOrder, ...] = ()
+    walks: tuple[Walk, ...] = ()
 
     @classmethod
     def of(cls, topology: Topology, groups: tuple[tuple[int, ...], ...]) -> Axis:
         """The axis along these groups of devices."""
-        orders = ring_orders(topology, groups) if len(groups[0]) > 1 else ()
-        return cls(topology.hardware, len(groups[0]), topology, groups, orders)
+        if len(groups[0]) == 1:
+            return cls(topology.hardware, 1, topology, groups)
+        orders, walks = ring_orders(topology, groups), ring_walks(topology, groups)
+        return cls(topology.hardware, len(groups[0]), topology, groups, orders, walks)
 
     def all_gather_s(self, full_bytes: float) -> float:
         """Seconds to gather an array of `full_bytes` from its shards."""
@@ -59,10 +64,14 @@ class Axis:
             return collectives.all_to_all_s(full_bytes, self.size, self.hardware)
         return group_collectives.all_to_all_s(full_bytes, self.groups, self.topology)
 
-    def step_s(self, shard_bytes: float, directions: Directions, rings: int = 1) -> float:
-        """Seconds in which every device passes on a shard, cut evenly over the directions and rings."""
+    def step_s(
+        self, shard_bytes: float, directions: Directions, rings: int = 1, *, walks: bool = False
+    ) -> float:
+        """Seconds in which every device passes on a shard, cut evenly over directions and rings, or walks."""
         if self.size == 1:
             return 0.0
+        if walks and self.walks and self.topology is not None:
+            return walk_step_s(self.walks, shard_bytes, self.topology, self.groups)
         if self.topology is None:
             return ring_hop_s(shard_bytes, self.size, self.hardware, directions=directions)
         return ring_step_s(

@@ -117,6 +117,7 @@ class Form:
 
     directions: Directions = 1
     rings: int = 1
+    walks: bool = False
     chains: int = 1
     columns: int = 1
     across: bool = False
@@ -131,7 +132,7 @@ class Form:
     def __str__(self) -> str:
         words = ["unidirectional" if self.directions == 1 else "bidirectional"]
         if self.rings > 1:
-            words.append(f"{self.rings} rings")
+            words.append(f"{self.rings} {'walks' if self.walks else 'rings'}")
         if self.chains > 1:
             words.append(f"{self.chains} chains")
         if self.columns > 1:
@@ -209,7 +210,7 @@ def forms(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
     wide = not chain.gathers and axis.hardware.name == "cpu"
     fitting = [
         dataclasses.replace(form, wide_wire=wide)
-        for form in _all(chain, max(1, len(axis.orders)))
+        for form in _all(chain, axis)
         if form.pieces <= most and _fits(chain, form, unit)
     ]
     return tuple(fitting) or (Form(wide_wire=wide),)
@@ -265,10 +266,13 @@ def best(chain: PlainChain, axis: Axis, among: tuple[Form, ...] | None = None) -
     return max(priced, key=lambda pair: pair[1].benefit_s)
 
 
-def _all(chain: PlainChain, most_rings: int) -> Iterator[Form]:
+def _all(chain: PlainChain, axis: Axis) -> Iterator[Form]:
     ways: tuple[Directions, ...] = (1, 2)
-    for directions, rings in itertools.product(ways, range(1, most_rings + 1)):
-        base = Form(directions=directions, rings=rings)
+    rings = range(1, max(1, len(axis.orders)) + 1)
+    bases = [Form(directions=way, rings=count) for way, count in itertools.product(ways, rings)]
+    if axis.walks:
+        bases.append(Form(rings=len(axis.walks), walks=True))
+    for base in bases:
         if chain.gathers:
             for columns, joined in itertools.product((1, 2, 4, 8, 16), (False, True)):
                 yield dataclasses.replace(base, columns=columns, joined=joined)
@@ -305,6 +309,7 @@ def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
         piece=tuple(dot.piece(Fraction(1, axis.size * pieces), second) for dot in chain.dots),
         directions=form.directions,
         rings=form.rings,
+        walks=form.walks,
         chains=form.chains,
         columns=form.columns,
         joined=form.joined,
@@ -332,6 +337,7 @@ def _scatter_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
         piece=tuple(dot.piece(share, second) for dot in chain.dots),
         directions=form.directions,
         rings=form.rings,
+        walks=form.walks,
         chains=form.chains,
         accumulator=_accumulator(chain.dtype) if form.wide_wire else chain.dtype,
         fused=fused,

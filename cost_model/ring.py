@@ -30,6 +30,7 @@ class RingWork:
       piece: the dots of one piece of one step, in the order of `matmuls`.
       directions: ways round that shards travel: 1, or 2 at once.
       rings: rings with links of their own.
+      walks: whether they are the axis's walks, in place of rings along its orders.
       chains: pieces of a shard per ring and direction. A step has directions · rings · chains pieces.
       columns: how many such rings of steps run one after the other, each with its part of every shard.
       joined: whether the pieces of a step go into one partial dot; then `piece` is that of all of them.
@@ -52,6 +53,7 @@ class RingWork:
     piece: tuple[Matmul, ...]
     directions: Directions = 1
     rings: int = 1
+    walks: bool = False
     chains: int = 1
     columns: int = 1
     joined: bool = False
@@ -145,7 +147,8 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
     shard_bytes = work.shard_bytes
     if not hardware.overlaps:
         shard_bytes = max(shard_bytes, work.collective_shard_bytes)
-    hop_s = axis.step_s(shard_bytes / (work.chains * work.columns), work.directions, work.rings)
+    piece_bytes = shard_bytes / (work.chains * work.columns)
+    hop_s = axis.step_s(piece_bytes, work.directions, work.rings, walks=work.walks)
     wire_s = work.chains * hop_s
 
     if not hardware.overlaps:
@@ -158,7 +161,7 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
 
     gathered = work.collective == "all_gather"
     collective_s = axis.all_gather_s if gathered else axis.reduce_scatter_s
-    latency_s = work.chains * axis.step_s(0, work.directions, work.rings)
+    latency_s = work.chains * axis.step_s(0, work.directions, work.rings, walks=work.walks)
     return Estimate(
         dot_s=_cold_s(work.matmuls, held, hardware),
         collective_s=collective_s(axis.size * work.collective_shard_bytes),

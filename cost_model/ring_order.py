@@ -118,7 +118,7 @@ def _ring_orders(topology: Topology, groups: Groups, limit: int) -> tuple[RingOr
 
 def _candidates(topology: Topology, group: tuple[int, ...], limit: int) -> Iterator[Orders]:
     """Sets of orders that may suit a group, the most promising first."""
-    box = _Box.of(topology, group)
+    box = Box.of(topology, group)
     if box is None:
         walk = _by_coordinates(topology, group)
     else:
@@ -132,7 +132,7 @@ def _candidates(topology: Topology, group: tuple[int, ...], limit: int) -> Itera
 
 
 @dataclass(frozen=True, slots=True)
-class _Box:
+class Box:
     """A group whose chips are a box of their slice, perhaps spaced out: all combinations of some coordinates.
 
     Attributes:
@@ -146,7 +146,7 @@ class _Box:
     members: dict[Coords, tuple[int, ...]]
 
     @classmethod
-    def of(cls, topology: Topology, group: tuple[int, ...]) -> "_Box | None":
+    def of(cls, topology: Topology, group: tuple[int, ...]) -> "Box | None":
         """The box of a group; None if its chips are none, or in several slices."""
         places = [topology.places[device] for device in group]
         members: dict[Coords, tuple[int, ...]] = {}
@@ -233,6 +233,11 @@ def _step_cost(orders: Orders, topology: Topology, groups: Groups, directions: i
         for direction in (1, -1)[:directions]
         for hop in _hops(order, groups, direction)
     ]
+    return hops_cost(topology, hops)
+
+
+def hops_cost(topology: Topology, hops: Sequence[tuple[int, int]]) -> tuple[float, float]:
+    """Latency of the longest of the hops (source, target), and seconds per byte that each carries at once."""
     latency_s = max((topology.latency_s(*hop) for hop in hops), default=0.0)
     busy = (count / topology.link_bytes_per_s(link) for link, count in topology.load(hops).items())
     return latency_s, max(busy, default=0.0)

@@ -48,8 +48,13 @@ def candidates(
     known = rule(axis.hardware, chain)
     wire = _wire(flow, chain, axis)
     found = []
-    for directions, rings in itertools.product(_directions(2), range(1, max(1, len(axis.orders)) + 1)):
-        base = RingSchedule(directions=directions, unroll=unroll, wire=wire, orders=_orders(axis, rings))
+    bases = [
+        RingSchedule(directions=directions, unroll=unroll, wire=wire, orders=_orders(axis, rings))
+        for directions, rings in itertools.product(_directions(2), range(1, max(1, len(axis.orders)) + 1))
+    ]
+    if axis.walks and not unroll:
+        bases.append(RingSchedule(directions=1, wire=wire, orders=axis.walks))
+    for base in bases:
         found.extend(_all(flow, chain, base) if thorough else _by_rule(flow, chain, base, known))
     most = MOST_PIECES if axis.hardware.opposite_hops_overlap else 1
     fitting = [s for s in dict.fromkeys(found) if s.pieces <= most and _fits(flow, chain, s, unit)]
@@ -109,6 +114,9 @@ def _by_rule(flow: Dataflow, chain: Chain, base: RingSchedule, known: Rule) -> I
                 yield dataclasses.replace(base, columns=columns, across=True)
     else:
         yield dataclasses.replace(base, chains=known.chains, across=known.across)
+        if base.walks:
+            # A third of a block's rows may be few, and cutting across may copy much: the prices decide.
+            yield dataclasses.replace(base, across=True)
         if known.across:
             yield dataclasses.replace(base, chains=known.chains)
         if known.chains > 1:

@@ -163,7 +163,7 @@ class _Ring:
         if self.schedule.route == "exchange":
             return self.fetch(step + 1)
         places = self.rings[part.ring]
-        return (places.start_hop if self.explicit else places.hop)(piece, part.step)
+        return (places.start_hop if self.explicit else places.hop)(piece, part.step, held=step)
 
     def fetch(self, distance: int) -> Any:
         """The block of the device ``distance`` places further along, straight from it."""

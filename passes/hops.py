@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -9,24 +10,30 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cost_model import Walk
 from passes import shims
 from passes.collective import Collective
+
+Order = tuple[int, ...] | Walk
+"""How a ring goes round: the places in the order in which it visits them, or a walk."""
 
 
 class Places:
     """Where the devices of a collective stand, seen from this one, and where their blocks begin.
 
     Places are counted along ``order``, or as the collective numbers its devices. A distance is a number, or
-    a traced one in a rolled ring. Everything is computed once, so the rings of one traced body over the same
+    a traced one in a rolled ring. Along a walk the device so many places further along is the one whose block
+    is here after so many hops. Everything is computed once, so the rings of one traced body over the same
     axes share these.
     """
 
-    def __init__(self, collective: Collective, order: tuple[int, ...] = ()) -> None:
+    def __init__(self, collective: Collective, order: Order = ()) -> None:
         self._collective = collective
-        self._order = order
+        self._walk = order if isinstance(order, Walk) else None
+        self._order = order.order if isinstance(order, Walk) else order
         self._known: dict[int, Any] = {}
         self._offsets: dict[tuple[int, int, int], Any] = {}
-        self._pairs: dict[int, list[tuple[int, int]]] = {}
+        self._pairs: dict[tuple[int, int], list[tuple[int, int]]] = {}
 
     @property
     def axis_size(self) -> int:
@@ -56,25 +63,36 @@ class Places:
             self._offsets[key] = lax.add(offset, np.int32(start)) if start else offset
         return self._offsets[key]
 
-    def hop(self, value: Any, distance: int) -> Any:
-        """Sends a value so that each device receives that of the one ``distance`` places further along."""
-        return lax.ppermute(value, self._names, self._pairs_of(distance))
+    def hop(self, value: Any, distance: int, held: Any = 0) -> Any:
+        """Sends a value so that each device receives that of the one ``distance`` places further along.
 
-    def start_hop(self, value: Any, distance: int) -> Any:
+        Along a walk: what is now the block of the device ``held`` places further along arrives where it is
+        that of the one ``held + distance`` places along. Elsewhere ``held`` makes no difference.
+        """
+        return lax.ppermute(value, self._names, self._pairs_of(distance, held))
+
+    def start_hop(self, value: Any, distance: int, held: Any = 0) -> Any:
         """Starts such a hop; see ``shims.start_ppermute``."""
-        return shims.start_ppermute(value, self._names, self._pairs_of(distance))
+        return shims.start_ppermute(value, self._names, self._pairs_of(distance, held))
 
     @property
     def _names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self._collective.mesh_sizes)
 
-    def _pairs_of(self, distance: int) -> list[tuple[int, int]]:
-        if distance not in self._pairs:
-            self._pairs[distance] = _pairs(self._collective, distance, self._order)
-        return self._pairs[distance]
+    def _pairs_of(self, distance: int, held: Any) -> list[tuple[int, int]]:
+        key = (distance, 0 if self._walk is None else held % self.axis_size)
+        if key not in self._pairs:
+            if self._walk is None:
+                steps = _steps(self._order or tuple(range(self.axis_size)), distance)
+            else:
+                steps = self._walk.hop(held, held + distance)
+            self._pairs[key] = _pairs(self._collective, steps)
+        return self._pairs[key]
 
     def _after(self, distance: Any) -> Any:
         size = self.axis_size
+        if self._walk is not None:
+            return self._along_walk(self._walk, distance)
         if isinstance(distance, int):
             if distance == 0 and not self._order:
                 return _place(self._collective)
@@ -85,6 +103,20 @@ class Places:
         if not self._order:
             return lax.rem(lax.add(self.after(0), distance), np.int32(size))
         return lax.dynamic_index_in_dim(self._twice, lax.add(self._position, distance), keepdims=False)
+
+    def _along_walk(self, walk: Walk, distance: int) -> Any:
+        changes = walk.changes(distance)
+        if len(set(changes)) == 1:
+            change = np.int32(changes[0])
+        else:
+            core = lax.rem(self._position, np.int32(walk.cores))
+            change = lax.dynamic_index_in_dim(_small_array(changes), core, keepdims=False)
+        return lax.dynamic_index_in_dim(self._once, lax.bitwise_xor(self._position, change), keepdims=False)
+
+    @cached_property
+    def _once(self) -> Any:
+        """The order."""
+        return _small_array(self._order)
 
     @cached_property
     def _twice(self) -> Any:
@@ -108,13 +140,13 @@ class PlacesOf:
     def __init__(self) -> None:
         self._places: dict[Any, Places] = {}
 
-    def __call__(self, collective: Collective, order: tuple[int, ...] = ()) -> Places:
+    def __call__(self, collective: Collective, order: Order = ()) -> Places:
         key = (collective.axes, collective.groups, collective.axis_size, order)
         if key not in self._places:
             self._places[key] = Places(collective, order)
         return self._places[key]
 
-    def rings(self, collective: Collective, orders: tuple[tuple[int, ...], ...]) -> Rings:
+    def rings(self, collective: Collective, orders: tuple[Order, ...]) -> Rings:
         """The places along each order; in the collective's own if there is none."""
         return tuple(self(collective, order) for order in orders or ((),))
 
@@ -124,21 +156,22 @@ def _small_array(values: tuple[int, ...]) -> Any:
     return lax.concatenate([lax.broadcast(np.int32(value), (1,)) for value in values], 0)
 
 
-def _pairs(collective: Collective, distance: int, order: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Sources and targets of a hop along the order, as indices along the collective's axes in the mesh's."""
-    size = collective.axis_size
+def _steps(order: tuple[int, ...], distance: int) -> list[tuple[int, int]]:
+    """Sources and targets, by place, of a hop so many places along an order."""
+    size = len(order)
+    return [(order[place], order[(place - distance) % size]) for place in range(size)]
+
+
+def _pairs(collective: Collective, steps: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sources and targets in all groups, as indices along the collective's axes in the mesh's order."""
     names = [name for name, _ in collective.mesh_sizes]
     sizes = [length for _, length in collective.mesh_sizes]
     grid = np.arange(np.prod(sizes, dtype=int)).reshape(sizes)
     device = [int(i) for i in grid.transpose([names.index(axis) for axis in collective.axes]).ravel()]
-    lines = [
-        [line[place] for place in order] if order else line
-        for line in collective.groups or (tuple(range(size)),)
-    ]
     return [
-        (device[line[place]], device[line[(place - distance) % size]])
-        for line in lines
-        for place in range(size)
+        (device[line[source]], device[line[target]])
+        for line in collective.groups or (tuple(range(collective.axis_size)),)
+        for source, target in steps
     ]
 
 

@@ -119,14 +119,27 @@ class _Ring:
                 self.in_flight += [number] if self.explicit else []
         for step in steps:
             for number, part in enumerate(self.divided):
+                self._await_in_turn(sent, number)
                 piece = Piece(self.rings[part.ring], self._distance(part, step), part)
                 sent[number] = self._narrow(self._add(sent, number, piece), step)
                 if step is steps[-1] and self._waits(number, step):
                     sent[number] = _Unsent(sent[number])
                 else:
-                    sent[number] = self._send(sent[number], part)
+                    sent[number] = self._send(sent[number], part, piece.distance)
                     self.in_flight = [number] if self.explicit else []
         return sent
+
+    def _await_in_turn(self, sent: list[Any], number: int) -> None:
+        """Ties a sum that is awaited next to the last one before it, where that is not sent on.
+
+        Else, in the last step, the compiler may wait for all sums before it makes the products.
+        """
+        if not (number and self.explicit and self.sum_first):
+            return
+        before, awaited = sent[number - 1], sent[number]
+        if isinstance(before, _Unsent) and not isinstance(awaited, _Unsent | _Arrived):
+            sent[number], total = tie(awaited, before.value)
+            sent[number - 1] = _Unsent(total)
 
     def _waits(self, number: int, step: Any) -> bool:
         """Whether a piece's sum of an iteration's last step is sent only in the next one.
@@ -203,11 +216,11 @@ class _Ring:
         received = tied.pop(0) if arrived else None
         return received, dict(zip(cuts, tied, strict=True))
 
-    def _send(self, total: Any, part: Part) -> Any:
+    def _send(self, total: Any, part: Part, held: Any = 0) -> Any:
         with self.scope():
             places = self.rings[part.ring]
             hop = places.start_hop if self.explicit else places.hop
-            return hop(total, -part.step)
+            return hop(total, -part.step, held)
 
     def _narrow(self, total: Any, step: Any) -> Any:
         """A sum as it travels; the last one does not."""

@@ -6,11 +6,13 @@ import dataclasses
 import itertools
 import math
 from fractions import Fraction
-from typing import Literal
+from typing import Final, Literal
 
+from cost_model import Walk
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum
 from passes.dots import DotDims, dot_dims
 from passes.graph import Dataflow
+from passes.hops import Order
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +35,9 @@ class RingSchedule:
       wire: what a scatter ring sends: partial sums in ``float32`` (at least), or in the dtype of the
         ``operand``, rounded after every addition as the collective itself would.
       unroll: steps per iteration of a rolled ring; 0 where the ring is unrolled.
-      orders: per ring the places in the order in which it visits them, each ring with its share of every
-        block; empty for one ring in the order of the places.
+      orders: per ring the places in the order in which it visits them, or a walk, each ring with its share
+        of every block; empty for one ring in the order of the places. Walks go one way, and are not rolled:
+        each of their hops has pairs of its own.
     """
 
     directions: Literal[1, 2]
@@ -45,7 +48,16 @@ class RingSchedule:
     joined: bool = False
     wire: Literal["float32", "operand"] = "float32"
     unroll: int = 0
-    orders: tuple[tuple[int, ...], ...] = ()
+    orders: tuple[Order, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.walks and (self.directions > 1 or self.unroll or self.route != "ring"):
+            raise ValueError(f"walks are unrolled rings of one direction, not {self}")
+
+    @property
+    def walks(self) -> bool:
+        """Whether the rings are walks."""
+        return any(isinstance(order, Walk) for order in self.orders)
 
     @property
     def rings(self) -> int:
@@ -73,7 +85,9 @@ class RingSchedule:
             words.append("narrow wire")
         if self.unroll:
             words.append(f"rolled by {self.unroll}")
-        if self.orders:
+        if self.walks:
+            words.append(f"{self.rings} walks")
+        elif self.orders:
             words.append("reordered" if self.rings == 1 else f"{self.rings} rings")
         return ", ".join(words)
 
@@ -171,10 +185,15 @@ def divisions(flow: Dataflow, chain: Chain) -> int:
     return math.gcd(*(size // chain.collective.axis_size for size in sizes))
 
 
+TILE: Final = 16
+"""Rows of a tile of two-byte elements on TPU, the most common: slices that begin inside a tile are copied."""
+
+
 def parts(schedule: RingSchedule, unit: int) -> tuple[Part, ...]:
     """How a schedule divides each block, given the number of equal parts it can be cut into.
 
-    Pieces that go both ways take turns. Where ``unit`` does not divide by their number some are larger.
+    Pieces that go both ways take turns. Where ``unit`` does not divide by their number some are larger: all
+    but the last are multiples of ``TILE`` parts, or of less where blocks are small.
 
     Raises:
       ValueError: the schedule has more pieces than there are parts.
@@ -182,7 +201,11 @@ def parts(schedule: RingSchedule, unit: int) -> tuple[Part, ...]:
     pieces = schedule.pieces
     if pieces > unit:
         raise ValueError(f"a block of {unit} part(s) cannot be cut into {pieces} pieces")
-    bounds = [Fraction(-(-unit * number // pieces), unit) for number in range(pieces + 1)]
+    grain = TILE
+    while grain > 1 and (unit % pieces == 0 or 2 * grain * pieces > unit):
+        grain //= 2
+    bounds = [Fraction(-(-unit * number // (pieces * grain)) * grain, unit) for number in range(pieces)]
+    bounds.append(Fraction(1))
     steps: tuple[Literal[1, -1], ...] = (1, -1) if schedule.directions == 2 else (1,)
     ways = [(step, ring) for ring in range(schedule.rings) for step in steps]
     return tuple(

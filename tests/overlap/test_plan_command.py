@@ -88,6 +88,7 @@ def form_of(schedule: RingSchedule, gathers: bool) -> Form:
     return Form(
         directions=schedule.directions,
         rings=schedule.rings,
+        walks=schedule.walks,
         chains=schedule.chains,
         columns=schedule.columns,
         across=schedule.across,

@@ -102,6 +102,7 @@ AXES = {
     "switch": Axis(by_name("h100"), 4),
     "cpu": Axis(by_name("cpu"), 4),
     "reordered": Axis.of(Topology.torus((2, 2), by_name("tpu_v6e")), ((0, 1, 2, 3),)),
+    "cube": Axis.of(Topology.torus((2, 2, 2), V5P), (tuple(range(8)),)),
     "three rings": Axis.of(Topology.torus((4, 4, 4), V5P), (tuple(range(64)),)),
 }
 
@@ -213,6 +214,25 @@ def test_the_orders_of_an_axis_are_used_one_by_one_and_together() -> None:
     found = {(s.directions, s.orders) for s in candidates(flow, chain, axis, thorough=True)}
     # Four pieces at most, so that three rings run one way only.
     assert found == {(1, orders[:1]), (2, orders[:1]), (1, orders[:2]), (2, orders[:2]), (1, orders)}
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+@pytest.mark.parametrize("make", [gather_free, gather_contracting, scatter, psum, psum_then_dot])
+def test_the_walks_of_a_cube_are_used_together_and_one_way(make: Any, thorough: bool) -> None:
+    axis = AXES["cube"]
+    flow, chain = make()
+    found = [s for s in candidates(flow, chain, axis, thorough=thorough) if s.walks]
+    assert len(axis.walks) == 3
+    assert {(s.directions, s.chains, s.unroll, s.orders) for s in found} == {(1, 1, 0, axis.walks)}
+    assert all(str(s).endswith("3 walks") for s in found)
+    # Too many pieces for blocks of two.
+    assert not any(s.walks for s in candidates(*gather_free(block=2), axis, thorough=thorough))
+
+
+def test_rolled_rings_follow_no_walks() -> None:
+    flow, chain = gather_free()
+    found = candidates(flow, _resized(chain, LONGEST_UNROLLED + 1), AXES["cube"], thorough=True)
+    assert found and not any(s.walks for s in found)
 
 
 def test_a_ring_in_the_axis_s_own_order_needs_none() -> None:

@@ -38,8 +38,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "scatter of one sum": {"directions": 1},
     "psum": {"directions": 2},
     "psum rolled": {"directions": 2, "chains": 2, "unroll": 2},
+    "gather along walks": {"directions": 1, "walks": 3},
+    "scatter along walks": {"directions": 1, "walks": 3, "wire": "operand"},
+    "scatter along walks through cores": {"directions": 1, "walks": 2},
+    "psum along walks": {"directions": 1, "walks": 3},
 }
-"""Rings by what they are for; the first word is the pattern."""
+"""Rings by what they are for; the first word is the pattern. Walks are of so many dimensions."""
 
 SCRIPT = """
 import json, sys
@@ -48,6 +52,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from overlap import overlap_collectives, tpu_target
+from cost_model.walk import gray_walks
 from passes.schedule import RingSchedule
 
 mesh = Mesh(np.array(tpu_target.devices("v5e:2x4")), ("x",))
@@ -61,7 +66,8 @@ patterns = {
 texts = {}
 for name, form in json.loads(sys.argv[1]).items():
     body, ins, out = patterns[name.split()[0]]
-    form["orders"] = tuple(map(tuple, form.get("orders", ())))
+    walks = gray_walks(tuple(range(8)), form.pop("walks", 1))
+    form["orders"] = tuple(map(tuple, form.get("orders", ()))) or (walks if len(walks) > 1 else ())
     arguments = [
         jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
         for shape, spec in zip(((1024, 1024), (1024, 2048)), ins)
@@ -139,7 +145,8 @@ def permutes(module: Module) -> int:
 @pytest.mark.parametrize("name", FORMS)
 def test_the_compiler_takes_a_ring_and_keeps_its_hops(name: str) -> None:
     form, module = FORMS[name], compiled()[name]
-    pieces = form["directions"] * form.get("chains", 1) * max(1, len(form.get("orders", ())))
+    rings = form.get("walks") or max(1, len(form.get("orders", ())))
+    pieces = form["directions"] * form.get("chains", 1) * rings
     assert module.is_scheduled
     assert permutes(module) == pieces * form.get("columns", 1) * (AXIS_SIZE - 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
 import hypothesis.strategies as st
@@ -13,9 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
 
+from cost_model.walk import gray_walks
 from passes import shims
-from passes.schedule import RingSchedule
+from passes.schedule import RingSchedule, parts
 from tests.passes import spmd
 from tests.passes.hop_count import hops
 from tests.passes.ring_patterns import (
@@ -112,6 +116,103 @@ def test_a_narrow_wire_rounds_once_per_hop(form: Any) -> None:
     assert np.sqrt(np.mean(wide_error**2)) < 0.7 * np.sqrt(np.mean(error**2))
 
 
+# Walks, on eight chips or on four with two cores.
+
+
+@pytest.mark.parametrize("dimensions", [3, 2])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        pytest.param(name, form, id=f"{name}-{'-'.join(form)}")
+        for name, pattern in PATTERNS.items()
+        for form in ({}, {"joined": True}, {"across": True, "wire": "operand"}, {"chains": 2})
+        if pattern.tiled and set(form) <= set(options_of(name))
+    ],
+)
+def test_walks_give_the_values_of_the_collective(name: str, form: dict[str, Any], dimensions: int) -> None:
+    pattern, axis_size = PATTERNS[name], 8
+    given_arguments = arguments(pattern.shapes(axis_size, 10), axis_size, "float32")
+    walks = gray_walks((5, 0, 3, 6, 1, 7, 2, 4), dimensions)
+    schedule = RingSchedule(directions=1, orders=walks, **form)
+    function = jitted(pattern.body, len(given_arguments), axis_size, check_vma=False)
+    with spmd.only_schedule(schedule):
+        ring = as_ring(function)
+        results = ring(*given_arguments)
+        sent = hops(jax.make_jaxpr(ring)(*given_arguments))
+    once = schedule.pieces * (axis_size - 1)
+    assert sent == once + (once // schedule.chains if name == "psum_then_dot" else 0)
+    assert_close(results, exact(pattern, given_arguments), "float32")
+
+
+def test_walks_within_groups_of_a_mesh_s_axes() -> None:
+    """Groups of four of eight devices, which walk along the mesh's second axis or its first."""
+    walks = gray_walks((0, 1, 3, 2), 2)
+    rng = np.random.default_rng(2)
+    x, w = rng.normal(size=(8, 5, 4)).astype(np.float32), rng.normal(size=(4, 3)).astype(np.float32)
+    devices = np.array(jax.devices()[:8])
+    for axes, shape in ((("y", "x"), (2, 4)), (("x", "y"), (4, 2))):
+        mesh = jax.sharding.Mesh(devices.reshape(shape), axes, axis_types=(AxisType.Auto,) * 2)
+
+        def body(x: Any, w: Any) -> Any:
+            return (lax.all_gather(x[0], "x", tiled=True) @ w)[None]
+
+        spec = PartitionSpec(axes)
+        function = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(spec, PartitionSpec()), out_specs=spec))
+        with spmd.only_schedule(RingSchedule(directions=1, orders=walks)):
+            ring = as_ring(function)
+            assert hops(jax.make_jaxpr(ring)(x, w)) == 2 * 3
+            results = ring(x, w)
+        lines = np.arange(8).reshape(shape)
+        lines = lines if axes[1] == "x" else lines.T
+        for line in lines:
+            whole = np.concatenate(x[line].astype(np.float64)) @ w
+            for device in line:
+                np.testing.assert_allclose(results[device], whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("other", [{"directions": 2}, {"unroll": 2}, {"route": "exchange"}], ids=str)
+def test_walks_are_neither_rolled_nor_turned_round(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="walks"):
+        RingSchedule(**{"directions": 1, "orders": gray_walks((0, 1, 2, 3), 2), **other})
+
+
+# Pieces.
+
+
+@pytest.mark.parametrize(
+    ("pieces", "unit", "sizes"),
+    [
+        (3, 1024, [352, 336, 336]),
+        (3, 4096, [1376, 1360, 1360]),
+        (3, 1536, [512, 512, 512]),
+        (3, 128, [48, 48, 32]),
+        (2, 1025, [528, 497]),
+        (4, 9, [3, 2, 2, 2]),
+        (3, 4, [2, 1, 1]),
+        (5, 5, [1, 1, 1, 1, 1]),
+    ],
+)
+def test_pieces_that_are_not_equal_begin_at_a_tile(pieces: int, unit: int, sizes: list[int]) -> None:
+    divided = parts(RingSchedule(directions=1, chains=pieces), unit)
+    assert [part.share * unit for part in divided] == sizes
+    assert [part.start * unit for part in divided] == [sum(sizes[:number]) for number in range(pieces)]
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5000))
+def test_pieces_are_the_block_and_none_is_much_larger_than_the_others(
+    chains: int, rings: int, unit: int
+) -> None:
+    schedule = RingSchedule(directions=1, chains=chains, orders=((0, 1),) * rings)
+    if schedule.pieces > unit:
+        return
+    divided = parts(schedule, unit)
+    assert sum(part.share for part in divided) == 1
+    assert all(part.share > 0 for part in divided)
+    assert max(part.share for part in divided) * schedule.pieces * 2 <= 3 + Fraction(
+        2 * schedule.pieces, unit
+    )
+
+
 # Transforms.
 
 FORMS = {
@@ -120,6 +221,8 @@ FORMS = {
     "rolled": RingSchedule(directions=2, unroll=1),
     "reordered": RingSchedule(directions=1, orders=((2, 0, 3, 1),)),
     "two_rings_rolled": RingSchedule(directions=2, unroll=1, orders=((0, 2, 1, 3), (3, 0, 1, 2))),
+    "walks": RingSchedule(directions=1, orders=gray_walks((2, 0, 3, 1), 2)),
+    "walk_through_cores": RingSchedule(directions=1, orders=gray_walks((1, 3, 0, 2), 1)),
 }
 
 
