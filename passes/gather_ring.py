@@ -28,7 +28,7 @@ from passes.chains import AllGatherDot, ShardReduction
 from passes.collective import Collective
 from passes.graph import Dataflow
 from passes.hops import Places, Rings
-from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, parts
+from passes.schedule import LANES, WHOLE, Across, Part, RingSchedule, across, divisions, parts
 
 
 def emit_gather_ring(
@@ -88,7 +88,7 @@ class _Ring:
         else:
             # Every piece has whole blocks of the gathered dim, and its part of the other one.
             size = flow.avals[chain.wire].shape[self.cut_across.dim]
-            strips = parts(schedule, size // schedule.columns)
+            strips = parts(schedule, size // schedule.columns, LANES)
             self.divided = tuple(dataclasses.replace(p, start=Fraction(0), share=Fraction(1)) for p in strips)
             self.bounds = (*(strip.start for strip in strips), Fraction(1))
         self.explicit = not flow.differentiable and shims.explicit_starts(flow.avals[chain.wire])

@@ -19,7 +19,7 @@ from passes.block_eval import Piece, Read, accumulator_dtype, blank, blank_of, r
 from passes.chains import DotReduceScatter
 from passes.graph import Dataflow, Operand
 from passes.hops import Places, Rings
-from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, parts
+from passes.schedule import LANES, WHOLE, Across, Part, RingSchedule, across, divisions, parts
 
 _EXACT = frozenset(
     {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "neg", "pvary"}
@@ -54,7 +54,8 @@ class _Ring:
         else:
             # Every piece has whole blocks of the scattered dim, and its part of the other one.
             self.dim = self.cut_across.result_dim
-            columns = parts(schedule, flow.avals[flow.ops[chain.dots[0].op].outputs[0]].shape[self.dim])
+            size = flow.avals[flow.ops[chain.dots[0].op].outputs[0]].shape[self.dim]
+            columns = parts(schedule, size, LANES)
             self.divided = tuple(
                 dataclasses.replace(part, start=Fraction(0), share=Fraction(1)) for part in columns
             )

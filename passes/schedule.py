@@ -188,12 +188,15 @@ def divisions(flow: Dataflow, chain: Chain) -> int:
 TILE: Final = 16
 """Rows of a tile of two-byte elements on TPU, the most common: slices that begin inside a tile are copied."""
 
+LANES: Final = 128
+"""Columns of such a tile."""
 
-def parts(schedule: RingSchedule, unit: int) -> tuple[Part, ...]:
+
+def parts(schedule: RingSchedule, unit: int, grain: int = TILE) -> tuple[Part, ...]:
     """How a schedule divides each block, given the number of equal parts it can be cut into.
 
     Pieces that go both ways take turns. Where ``unit`` does not divide by their number some are larger: all
-    but the last are multiples of ``TILE`` parts, or of less where blocks are small.
+    but the last are multiples of ``grain`` parts, or of less where blocks are small.
 
     Raises:
       ValueError: the schedule has more pieces than there are parts.
@@ -201,7 +204,6 @@ def parts(schedule: RingSchedule, unit: int) -> tuple[Part, ...]:
     pieces = schedule.pieces
     if pieces > unit:
         raise ValueError(f"a block of {unit} part(s) cannot be cut into {pieces} pieces")
-    grain = TILE
     while grain > 1 and (unit % pieces == 0 or 2 * grain * pieces > unit):
         grain //= 2
     bounds = [Fraction(-(-unit * number // (pieces * grain)) * grain, unit) for number in range(pieces)]
