@@ -66,7 +66,9 @@ def test_a_schedule_gives_the_values_of_the_collective(name: str, choice: dict[s
     if name == "psum_then_dot":
         assert sent == one + one // schedule.chains
     else:
-        assert sent == one * schedule.columns
+        # A psum in columns is gathered by hops too.
+        ways = 2 if name == "psum" and schedule.columns > 1 else 1
+        assert sent == ways * one * schedule.columns
     roundings = axis_size + 1 if schedule.wire == "operand" else 1
     assert_close(results, exact(pattern, given_arguments), dtype, roundings)
 
