@@ -14,10 +14,10 @@ from jax import lax
 from passes import shims
 from passes.block_eval import Piece, Read, accumulator_dtype, as_varying, blank_of, tie
 from passes.chains import DotPsum
-from passes.graph import Dataflow
+from passes.graph import Dataflow, Operand
 from passes.hops import Rings
 from passes.scatter_ring import cut_once, partial_sum, widened_ops
-from passes.schedule import Part, RingSchedule, divisions, parts
+from passes.schedule import Across, Part, RingSchedule, across, divisions, parts
 
 
 def emit_psum_pipeline(
@@ -25,7 +25,8 @@ def emit_psum_pipeline(
 ) -> Any:
     """Runs the chain in as many chunks as the schedule has columns; returns the psum's result.
 
-    Every block of the scattered dim is cut into chunks. The scatter ring of a chunk runs as
+    Every block of the scattered dim is cut into chunks; across, the dot's other free dim is, which keeps the
+    partial matmuls as tall as those of a plain ring. The scatter ring of a chunk runs as
     ``emit_scatter_ring`` has it, with one accumulator per ring and direction. Beside it the sums of the chunk
     before travel round on the same rings, and are placed where their owners' blocks are. So the matmuls hide
     both halves of the psum, but for the last chunk's gather. The chunks are the iterations of a loop: the
@@ -74,9 +75,13 @@ class _Pipeline:
         self.flow, self.chain, self.schedule, self.read, self.rings = flow, chain, schedule, read, rings
         self.collective = chain.collective
         self.chunks = schedule.columns
-        unit, left = divmod(divisions(flow, chain), self.chunks)
+        self.cut_across = across(flow, chain.scatter) if schedule.across else None
+        self.chunks_of_block = self.chunks if self.cut_across is None else 1
+        unit, left = divmod(divisions(flow, chain), self.chunks_of_block)
+        if self.cut_across is not None:
+            left = _other_size(flow, chain, self.cut_across) % self.chunks
         if left:
-            raise ValueError(f"{schedule}: a block's {divisions(flow, chain)} part(s) make no equal chunks")
+            raise ValueError(f"{schedule}: the dim that it cuts does not make so many equal chunks")
         self.divided = parts(schedule, unit)
         op = flow.ops[self.collective.op]
         self.operand_aval = flow.aval(op.inputs[0])
@@ -132,6 +137,7 @@ class _Pipeline:
           Per piece this device's shard of the chunk's sums; and the result.
         """
         last = self.collective.axis_size - 1
+        read = self._reads(number)
         sent: list[Any] = [None] * len(self.divided)
         in_flight: list[int] = []
         for step in range(last + 1):
@@ -145,7 +151,7 @@ class _Pipeline:
                 if sent[index] is not None and self.sum_first:
                     (received,) = self._finished([sent[index]])
                     sent[index] = None
-                cuts = {operand: piece.of(self.read(operand), dim) for operand, dim in self.cut.items()}
+                cuts = {operand: piece.of(read(operand), dim) for operand, dim in self.cut.items()}
                 # Whatever was started last is tied to the operands of the product that is to run beside it.
                 started = [sent[other] for other in in_flight] + (hops if index == 0 else [])
                 started = started if self.explicit else []
@@ -159,7 +165,7 @@ class _Pipeline:
                     received = tied.pop(0) if arrived else None
                     cuts = dict(zip(cuts, tied, strict=True))
                 in_flight = []
-                total = self._added(sent, index, piece, received, cuts)
+                total = self._added(sent, index, piece, received, cuts, read)
                 with self.scope():
                     if step == last:
                         sent[index] = lax.convert_element_type(total, self.aval.dtype)
@@ -178,9 +184,40 @@ class _Pipeline:
                     result = self._placed(result, gathered, step + 1, before)
         return sent, result
 
-    def _added(self, sent: list[Any], index: int, piece: Piece, received: Any, cuts: dict[int, Any]) -> Any:
+    def _reads(self, number: Any) -> Read:
+        """Reads of the operand that is cut across only the columns of a chunk."""
+        cut = self.cut_across
+        if cut is None:
+            return self.read
+        (dot,) = self.chain.scatter.dots
+        sliced = self.flow.ops[dot.op].inputs[cut.operand]
+        whole = self.read(sliced)
+        width = whole.shape[cut.dim] // self.chunks
+        column = lax.dynamic_slice_in_dim(
+            whole, self._start_of(number, width), width, cut.dim, allow_negative_indices=False
+        )
+
+        def read(operand: Operand) -> Any:
+            return column if operand == sliced else self.read(operand)
+
+        return read
+
+    @staticmethod
+    def _start_of(number: Any, size: int) -> Any:
+        """Where a chunk of ``size`` elements begins."""
+        return number * size if isinstance(number, int) else lax.mul(number, np.int32(size))
+
+    def _added(
+        self,
+        sent: list[Any],
+        index: int,
+        piece: Piece,
+        received: Any,
+        cuts: dict[int, Any],
+        read: Read,
+    ) -> Any:
         """One partial product, added to the sum that has arrived for it, if any."""
-        partial = partial_sum(self.flow, self.chain.scatter, piece, self.read, self.widened, cuts)
+        partial = partial_sum(self.flow, self.chain.scatter, piece, read, self.widened, cuts)
         partial = lax.convert_element_type(partial, accumulator_dtype(partial.dtype))
         if not self.sum_first and sent[index] is not None:
             (received,) = self._finished([sent[index]])
@@ -190,12 +227,19 @@ class _Pipeline:
         return lax.add(lax.convert_element_type(received, partial.dtype), partial)
 
     def _piece(self, part: Part, distance: int, number: Any) -> _ChunkPiece:
-        return _ChunkPiece(self.rings[part.ring], distance, part, number, self.chunks)
+        within = number if self.cut_across is None else 0
+        return _ChunkPiece(self.rings[part.ring], distance, part, within, self.chunks_of_block)
 
     def _placed(self, result: Any, shards: list[Any], step: int, number: Any) -> Any:
         """The result with the shards written into it that have come ``step`` places along their rings."""
         for part, shard in zip(self.divided, shards, strict=True):
-            result = self._piece(part, part.step * step, number).place(result, shard, self.collective.dim)
+            piece, dim = self._piece(part, part.step * step, number), self.collective.dim
+            starts: list[Any] = [np.int32(0)] * result.ndim
+            starts[dim] = piece.offset(result.shape[dim])
+            if self.cut_across is not None:
+                other = self.cut_across.result_dim
+                starts[other] = lax.convert_element_type(self._start_of(number, shard.shape[other]), np.int32)
+            result = lax.dynamic_update_slice(result, shard, starts, allow_negative_indices=False)
         return result
 
     def _gather_hops(self, shards: list[Any]) -> list[Any]:
@@ -213,3 +257,9 @@ class _Pipeline:
         if self.schedule.wire == "float32":
             return total
         return lax.convert_element_type(total, self.operand_aval.dtype)
+
+
+def _other_size(flow: Dataflow, chain: DotPsum, cut: Across) -> int:
+    """Elements of the dim that is cut across."""
+    (dot,) = chain.scatter.dots
+    return int(flow.avals[flow.ops[dot.op].outputs[0]].shape[cut.result_dim])

@@ -189,8 +189,10 @@ def schedule_of(name: str, choice: dict[str, Any], block: int) -> RingSchedule:
         orders=orders_of(choice["orders"], choice["axis_size"]),
     )
     if name == "psum" and schedule.columns > 1:
-        unit = block // schedule.columns
-        schedule = dataclasses.replace(schedule, across=False, unroll=0)
+        # On an axis of 3 the sum may be scattered along the dim of 9 elements too, in blocks of 3.
+        columns = min(schedule.columns, 3) if choice["axis_size"] == 3 else schedule.columns
+        unit = 1 if choice["axis_size"] == 3 else block if schedule.across else block // columns
+        schedule = dataclasses.replace(schedule, columns=columns, unroll=0)
     for fewer in ({"chains": 1}, {"orders": schedule.orders[:1]}, {"directions": 1}):
         if schedule.pieces > unit:
             schedule = dataclasses.replace(schedule, **fewer)  # type: ignore[arg-type]
