@@ -295,7 +295,7 @@ def _candidate(chain: PlainChain, form: Form, axis: Axis) -> Candidate:
     alone_s = step_dots_s * columns
     if work is not None and gather is not None and columns > 1:
         # Beside the first products of all chunks but one runs the gather of the chunk before.
-        alone_s, gather_s = step_dots_s, last_gather_s(work, chain.moved_bytes, axis)
+        alone_s, gather_s = step_dots_s, last_gather_s(work, chain.moved_bytes, axis, across=form.across)
     ring_s = priced.overlapped_s - gather_s
     return Candidate(
         form=form,

@@ -238,7 +238,7 @@ def price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
         )
     (work,) = works(chain, form, axis)
     if chain.pattern == "dot_psum" and form.columns > 1:
-        return pipeline_estimate(work, chain.moved_bytes, axis)
+        return pipeline_estimate(work, chain.moved_bytes, axis, across=form.across)
     priced = estimate(work, axis)
     return priced + gather_after(chain, axis) if chain.pattern == "dot_psum" else priced
 
@@ -278,7 +278,9 @@ def _all(chain: PlainChain, most_rings: int) -> Iterator[Form]:
         else:
             for chains, across in itertools.product((1, 2), (False, True)):
                 yield dataclasses.replace(base, chains=chains, across=across)
-            if chain.pattern == "dot_psum" and 2 * base.pieces <= MOST_PIECES:
+            # Hops of two chunks are in flight at once; strips of every row are not cut into chunks.
+            rows = all(dot.cut != "n" for dot in chain.dots)
+            if chain.pattern == "dot_psum" and rows and 2 * base.pieces <= MOST_PIECES:
                 for columns, across in itertools.product((2, 4, 8), (False, True)):
                     yield dataclasses.replace(base, columns=columns, across=across)
 

@@ -105,10 +105,15 @@ def _makes_chunks(flow: Dataflow, chain: DotPsum, schedule: RingSchedule, unit: 
     return not size % schedule.columns and size // schedule.columns >= LEAST_COLUMN
 
 
-def _in_chunks(chain: Chain, base: RingSchedule) -> Iterator[RingSchedule]:
-    """The pipelines of a psum. Hops of two chunks are in flight at once; each chunk's ring is unrolled."""
+def _in_chunks(flow: Dataflow, chain: Chain, base: RingSchedule) -> Iterator[RingSchedule]:
+    """The pipelines of a psum. Hops of two chunks are in flight at once; each chunk's ring is unrolled.
+
+    None along the last dim: shards there are strips of every row, too narrow to be placed chunk by chunk.
+    """
     in_flight = 2 * base.pieces
     if not isinstance(chain, DotPsum) or chain.gather is not None or base.unroll or in_flight > MOST_PIECES:
+        return
+    if chain.collective.dim == len(flow.avals[flow.ops[chain.collective.op].outputs[0]].shape) - 1:
         return
     for columns, cut in itertools.product(COLUMNS[1:], (False, True)):
         yield dataclasses.replace(base, columns=columns, across=cut)
@@ -133,7 +138,7 @@ def _by_rule(flow: Dataflow, chain: Chain, base: RingSchedule, known: Rule) -> I
             yield dataclasses.replace(base, chains=known.chains)
         if known.chains > 1:
             yield base
-        yield from _in_chunks(chain, base)
+        yield from _in_chunks(flow, chain, base)
 
 
 def _all(flow: Dataflow, chain: Chain, base: RingSchedule) -> Iterator[RingSchedule]:
@@ -143,4 +148,4 @@ def _all(flow: Dataflow, chain: Chain, base: RingSchedule) -> Iterator[RingSched
     else:
         for chains, cut in itertools.product((1, 2), (False, True)):
             yield dataclasses.replace(base, chains=chains, across=cut)
-        yield from _in_chunks(chain, base)
+        yield from _in_chunks(flow, chain, base)

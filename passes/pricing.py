@@ -38,7 +38,7 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
         def psum(schedule: RingSchedule) -> Estimate:
             if schedule.columns == 1:
                 return before(schedule) + gather
-            return pipeline_estimate(work_of_scatter(schedule), total_bytes, axis)
+            return pipeline_estimate(work_of_scatter(schedule), total_bytes, axis, across=schedule.across)
 
         return psum
     if chain.collective.kind == "all_to_all":

@@ -174,7 +174,9 @@ def test_only_what_has_another_dim_is_cut_across_or_in_columns(chain: str) -> No
     assert possible == (chain in ("gather_contracting", "scatter", "psum", "psum_then_dot"))
     gathers = isinstance(found, AllGatherDot)
     assert any(s.across for s in schedules) == (possible and not gathers)
-    assert all(s.columns == 1 for s in schedules), "too narrow here"
+    assert all(s.columns == 1 or not s.across for s in schedules), "too narrow here"
+    # The rows of a psum's blocks make chunks, if nothing follows that would gather them.
+    assert any(s.columns > 1 for s in schedules) == (chain == "psum")
     assert any(s.joined for s in schedules) == (gathers and chain != "exchange")
 
 
@@ -236,6 +238,42 @@ def test_an_all_to_all_is_exchanged() -> None:
     for axis in (None, AXES["ring"], AXES["three rings"]):
         assert candidates(*exchange(), axis) == (EXCHANGE,)
     assert str(EXCHANGE) == "exchange"
+
+
+@pytest.mark.parametrize("thorough", [False, True])
+@pytest.mark.parametrize(("n", "across"), [(16, set()), (512, {2}), (1024, {2, 4}), (2048, {2, 4, 8})])
+@pytest.mark.parametrize(("block", "rows"), [(1, set()), (6, {2}), (8, {2, 4, 8}), (9, set())])
+def test_a_psum_is_run_in_equal_chunks_of_rows_or_columns(
+    block: int, rows: set[int], n: int, across: set[int], thorough: bool
+) -> None:
+    flow, chain = chain_of(lambda x, w: lax.psum(x @ w, "x"), shard(4 * block, 6), shard(6, n))
+    assert chain.collective.dim == 0
+    found = [s for s in candidates(flow, chain, AXES["ring"], thorough=thorough) if s.columns > 1]
+    assert {s.columns for s in found if not s.across} == rows
+    assert {s.columns for s in found if s.across} == across
+    assert all(2 * s.pieces <= MOST_PIECES and s.chains == 1 for s in found)
+    # Of chunks of one row none goes both ways.
+    assert all(s.pieces * s.columns <= block for s in found if not s.across)
+
+
+def test_a_psum_scattered_along_its_last_dim_is_not_run_in_chunks() -> None:
+    flow, (match,) = bodies.matched(
+        lambda x, w: lax.psum(x @ w, "x"), shard(32, 6), shard(6, 2048), axis_size=4, check_vma=False
+    )
+    assert isinstance(match.found, tuple)
+    for chain in match.found:
+        found = candidates(flow, chain, AXES["ring"], thorough=True)
+        assert any(s.columns > 1 for s in found) == (chain.collective.dim == 0)
+    assert {chain.collective.dim for chain in match.found} == {0, 1}
+
+
+def test_a_long_axis_s_psum_is_not_run_in_chunks() -> None:
+    flow, chain = psum()
+    longer = dataclasses.replace(
+        chain, collective=dataclasses.replace(chain.collective, axis_size=LONGEST_UNROLLED + 1)
+    )
+    found = candidates(flow, longer, Axis(V5P, LONGEST_UNROLLED + 1), thorough=True)  # type: ignore[arg-type]
+    assert {s.columns for s in found} == {1}
 
 
 def test_without_hardware_the_last_schedule_goes_both_ways_where_it_can() -> None:
