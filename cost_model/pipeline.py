@@ -32,7 +32,15 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
       across: whether the chunks are columns of the result, and not rows.
     """
     hardware, chunks = axis.hardware, work.columns
-    one = estimate(dataclasses.replace(work, columns=1, shard_bytes=work.shard_bytes / chunks), axis)
+    one = estimate(
+        dataclasses.replace(
+            work,
+            columns=1,
+            shard_bytes=work.shard_bytes / chunks,
+            collective_shard_bytes=work.collective_shard_bytes / chunks,
+        ),
+        axis,
+    )
     whole = estimate(work, axis)
     gather_s, copy_s = _gather_s(work, gathered_bytes, axis, across=across)
     first_s = one.partials_s / axis.size
