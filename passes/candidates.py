@@ -109,7 +109,11 @@ def _in_chunks(flow: Dataflow, chain: Chain, base: RingSchedule) -> Iterator[Rin
     """The pipelines of a psum. Hops of two chunks are in flight at once; each chunk's ring is unrolled.
 
     None along the last dim: shards there are strips of every row, too narrow to be placed chunk by chunk.
+    None where the compiler places the starts: it puts too few of them before what could hide them, and the
+    program may be slower than it was.
     """
+    if not shims.EXPLICIT_STARTS:
+        return
     in_flight = 2 * base.pieces
     if not isinstance(chain, DotPsum) or chain.gather is not None or base.unroll or in_flight > MOST_PIECES:
         return
