@@ -211,7 +211,7 @@ def test_the_sum_in_chunks_is_known_to_be_the_same_everywhere(form: str) -> None
     """Only a result that does not vary over the axis may leave the program unsharded."""
     axis_size = 4
     x, w = arguments(((16, 12), (12, 9)), 1, "float32")
-    spec = jax.sharding.PartitionSpec
+    spec: Any = jax.sharding.PartitionSpec
     summed = jax.jit(
         jax.shard_map(
             lambda x, w: jax.lax.psum(x @ w, "x"),
