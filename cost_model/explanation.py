@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 from cost_model.axis import Axis
 from cost_model.matmul import Matmul, matmul_s
+from cost_model.pipeline import last_gather_s
 from cost_model.plain_chain import Form, PlainChain, forms, gather_after, pays, price, works
 from cost_model.ring import Estimate
 
@@ -287,11 +288,14 @@ def _candidate(chain: PlainChain, form: Form, axis: Axis) -> Candidate:
     (work,) = works(chain, form, axis) or (None,)
     columns = 1 if work is None else work.columns
     steps, hops = axis.size * columns, (axis.size - 1) * columns
-    # A psum's gather comes after its ring and is no part of the steps.
+    # A psum's gather comes after its ring, or beside it in columns, and is no part of the steps.
     gather = gather_after(chain, axis) if chain.pattern == "dot_psum" else None
     gather_s = 0.0 if gather is None else gather.overlapped_s
     step_dots_s = (priced.partials_s - (0.0 if gather is None else gather.partials_s)) / steps
     alone_s = step_dots_s * columns
+    if work is not None and gather is not None and columns > 1:
+        # Beside the first products of all chunks but one runs the gather of the chunk before.
+        alone_s, gather_s = step_dots_s, last_gather_s(work, chain.moved_bytes, axis, across=form.across)
     ring_s = priced.overlapped_s - gather_s
     return Candidate(
         form=form,

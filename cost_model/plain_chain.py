@@ -14,6 +14,7 @@ from cost_model.axis import Axis, Directions
 from cost_model.dtypes import dtype_bytes, parse_dtype
 from cost_model.exchange import exchange_estimate
 from cost_model.matmul import Matmul
+from cost_model.pipeline import pipeline_estimate
 from cost_model.ring import Estimate, RingWork, estimate
 
 Pattern = Literal["all_gather_dot", "dot_reduce_scatter", "dot_psum", "all_to_all_dot", "dot_all_to_all"]
@@ -226,7 +227,8 @@ def works(chain: PlainChain, form: Form, axis: Axis) -> tuple[RingWork, ...]:
 def price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
     """The predicted times of the chain as it stands, and as rings of this form.
 
-    As `passes.pricing` has it of a program: a psum is a scatter ring and then a gather of its own.
+    As `passes.pricing` has it of a program: a psum is a scatter ring and then a gather of its own, or, in
+    columns, both side by side.
     """
     if "all_to_all" in chain.pattern:
         share = Fraction(1, axis.size)
@@ -237,6 +239,8 @@ def price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
             axis=axis,
         )
     (work,) = works(chain, form, axis)
+    if chain.pattern == "dot_psum" and form.columns > 1:
+        return pipeline_estimate(work, chain.moved_bytes, axis, across=form.across)
     priced = estimate(work, axis)
     return priced + gather_after(chain, axis) if chain.pattern == "dot_psum" else priced
 
@@ -281,13 +285,22 @@ def _all(chain: PlainChain, axis: Axis) -> Iterator[Form]:
         else:
             for chains, across in itertools.product((1, 2), (False, True)):
                 yield dataclasses.replace(base, chains=chains, across=across)
+            # Hops of two chunks are in flight at once; strips of every row are not cut into chunks.
+            rows = all(dot.cut != "n" for dot in chain.dots)
+            if chain.pattern == "dot_psum" and rows and 2 * base.pieces <= MOST_PIECES:
+                for columns, across in itertools.product((2, 4, 8), (False, True)):
+                    yield dataclasses.replace(base, columns=columns, across=across)
 
 
 def _fits(chain: PlainChain, form: Form, unit: int) -> bool:
     """Whether the blocks can be cut into so many pieces and columns."""
+    size = 0 if chain.free is None else getattr(chain.dots[0].matmul, chain.free)
+    if chain.pattern == "dot_psum" and form.columns > 1:
+        if form.across:
+            return form.pieces <= unit and not size % form.columns and size // form.columns >= LEAST_COLUMN
+        return not unit % form.columns and form.pieces <= unit // form.columns
     if form.pieces == 1 and (form.joined or form.across):
         return False
-    size = 0 if chain.free is None else getattr(chain.dots[0].matmul, chain.free)
     if form.columns > 1 and (size // form.columns < LEAST_COLUMN or chain.dots[0].cut != "k"):
         return False
     return form.pieces * form.columns <= size if form.across else form.pieces <= unit
@@ -322,13 +335,15 @@ def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
 def _scatter_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
     share, second = Fraction(1, axis.size), None
     fused = axis.hardware.fuses_additions and form.pieces > 1
+    copied_bytes = 2 * sum(dot.copied_bytes for dot in chain.dots) / axis.size
     if form.across and chain.free is not None:
-        second = (chain.free, Fraction(1, form.pieces))
+        second = (chain.free, Fraction(1, form.columns if form.columns > 1 else form.pieces))
+        share /= form.pieces if form.columns > 1 else 1
     else:
-        share /= form.pieces
+        share /= form.pieces * form.columns
+        copied_bytes /= form.columns
     wide_bytes = chain.elements * dtype_bytes(_accumulator(chain.dtype)) / axis.size
     narrow_bytes = chain.moved_bytes / axis.size
-    copied_bytes = 2 * sum(dot.copied_bytes for dot in chain.dots) / axis.size
     return RingWork(
         collective="reduce_scatter",
         shard_bytes=wide_bytes if form.wide_wire else narrow_bytes,
@@ -340,8 +355,9 @@ def _scatter_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
         walks=form.walks,
         chains=form.chains,
         accumulator=_accumulator(chain.dtype) if form.wide_wire else chain.dtype,
+        columns=form.columns,
         fused=fused,
-        apart_bytes=copied_bytes if fused else copied_bytes + 3 * wide_bytes,
+        apart_bytes=copied_bytes if fused else copied_bytes + 3 * wide_bytes / form.columns,
     )
 
 

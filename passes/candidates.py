@@ -22,7 +22,7 @@ UNROLL: Final = 4
 """Steps per iteration of a rolled ring."""
 
 COLUMNS: Final = (1, 2, 4, 8, 16)
-"""Into how many columns a gather on a contracting dim may be cut."""
+"""Into how many columns a gather on a contracting dim may be cut, and a psum into chunks."""
 
 EXCHANGE: Final = RingSchedule(directions=1, route="exchange")
 
@@ -85,6 +85,8 @@ def _orders(axis: Axis, rings: int) -> tuple[tuple[int, ...], ...]:
 
 def _fits(flow: Dataflow, chain: Chain, schedule: RingSchedule, unit: int) -> bool:
     """Whether the blocks can be cut into so many pieces."""
+    if isinstance(chain, DotPsum) and schedule.columns > 1:
+        return _makes_chunks(flow, chain, schedule, unit)
     if schedule.pieces == 1 and (schedule.joined or schedule.across):
         return False
     if not schedule.across:
@@ -95,6 +97,35 @@ def _fits(flow: Dataflow, chain: Chain, schedule: RingSchedule, unit: int) -> bo
         return False
     result = flow.avals[flow.ops[inner.dots[0].op].outputs[0]]
     return schedule.pieces * schedule.columns <= result.shape[cut.result_dim]
+
+
+def _makes_chunks(flow: Dataflow, chain: DotPsum, schedule: RingSchedule, unit: int) -> bool:
+    """Whether a psum can be run in so many equal chunks."""
+    if not schedule.across:
+        return not unit % schedule.columns and schedule.pieces <= unit // schedule.columns
+    cut = across(flow, chain.scatter)
+    if cut is None or schedule.pieces > unit:
+        return False
+    size = flow.avals[flow.ops[chain.scatter.dots[0].op].outputs[0]].shape[cut.result_dim]
+    return not size % schedule.columns and size // schedule.columns >= LEAST_COLUMN
+
+
+def _in_chunks(flow: Dataflow, chain: Chain, base: RingSchedule) -> Iterator[RingSchedule]:
+    """The pipelines of a psum. Hops of two chunks are in flight at once; each chunk's ring is unrolled.
+
+    None along the last dim: shards there are strips of every row, too narrow to be placed chunk by chunk.
+    None where the compiler places the starts: it puts too few of them before what could hide them, and the
+    program may be slower than it was.
+    """
+    if not shims.EXPLICIT_STARTS:
+        return
+    in_flight = 2 * base.pieces
+    if not isinstance(chain, DotPsum) or chain.gather is not None or base.unroll or in_flight > MOST_PIECES:
+        return
+    if chain.collective.dim == len(flow.avals[flow.ops[chain.collective.op].outputs[0]].shape) - 1:
+        return
+    for columns, cut in itertools.product(COLUMNS[1:], (False, True)):
+        yield dataclasses.replace(base, columns=columns, across=cut)
 
 
 def _columns(flow: Dataflow, chain: Chain) -> tuple[int, ...]:
@@ -121,6 +152,7 @@ def _by_rule(flow: Dataflow, chain: Chain, base: RingSchedule, known: Rule) -> I
             yield dataclasses.replace(base, chains=known.chains)
         if known.chains > 1:
             yield base
+        yield from _in_chunks(flow, chain, base)
 
 
 def _all(flow: Dataflow, chain: Chain, base: RingSchedule) -> Iterator[RingSchedule]:
@@ -132,3 +164,4 @@ def _all(flow: Dataflow, chain: Chain, base: RingSchedule) -> Iterator[RingSched
     else:
         for chains, cut in itertools.product((1, 2), (False, True)):
             yield dataclasses.replace(base, chains=chains, across=cut)
+        yield from _in_chunks(flow, chain, base)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from cost_model import Axis, Estimate, Matmul, RingWork, estimate, exchange_estimate
+from cost_model.pipeline import pipeline_estimate
 from passes.block_eval import accumulator_dtype
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
 from passes.dots import matmul
@@ -32,7 +33,14 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
         gather = _alone(
             axis.all_gather_s(total_bytes), copy_s=2 * total_bytes / axis.hardware.hbm_bytes_per_s
         )
-        return lambda schedule: before(schedule) + gather
+        work_of_scatter = scatter_work(flow, chain.scatter, axis)
+
+        def psum(schedule: RingSchedule) -> Estimate:
+            if schedule.columns == 1:
+                return before(schedule) + gather
+            return pipeline_estimate(work_of_scatter(schedule), total_bytes, axis, across=schedule.across)
+
+        return psum
     if chain.collective.kind == "all_to_all":
         operand = flow.aval(op.inputs[0])
         exchange = exchange_estimate(
@@ -108,10 +116,14 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
         share = Fraction(1, axis_size)
         fused = axis.hardware.fuses_additions and schedule.pieces > 1
         second = None
+        copied, columns = copied_bytes, schedule.columns
         if cut is not None and schedule.across:
-            second = (cut, Fraction(1, schedule.pieces))
+            # Of a pipeline the chunks are cut across, and their pieces are not.
+            second = (cut, Fraction(1, columns if columns > 1 else schedule.pieces))
+            share /= schedule.pieces if columns > 1 else 1
         else:
-            share /= schedule.pieces
+            share /= schedule.pieces * columns
+            copied /= columns
         return RingWork(
             collective="reduce_scatter",
             shard_bytes=narrow_bytes if schedule.wire == "operand" else wide_bytes,
@@ -123,8 +135,9 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
             walks=schedule.walks,
             chains=schedule.chains,
             accumulator=(narrow if schedule.wire == "operand" else wide).name,
+            columns=columns,
             fused=fused,
-            apart_bytes=copied_bytes if fused else copied_bytes + 3 * wide_bytes,
+            apart_bytes=copied if fused else copied + 3 * wide_bytes / columns,
         )
 
     return work

@@ -60,7 +60,7 @@ class _Ring:
                 dataclasses.replace(part, start=Fraction(0), share=Fraction(1)) for part in columns
             )
             self.columns = columns
-        self.widened = _widened(flow, chain)
+        self.widened = widened_ops(flow, chain)
         (operand,) = flow.ops[chain.collective.op].inputs
         self.operand_aval = flow.aval(operand)
         self.explicit = not flow.differentiable and shims.explicit_starts(self.operand_aval)
@@ -177,7 +177,7 @@ class _Ring:
         cuts = {operand: piece.of(self.read(operand), dim) for operand, dim in self.cut.items()}
         received, cuts = self._tie_to_operands(sent, received, cuts)
         read = self.read if self.cut_across is None else self._column(self.cut_across, self.columns[number])
-        partial = _partial(self.flow, self.chain, piece, read, self.widened, cuts)
+        partial = partial_sum(self.flow, self.chain, piece, read, self.widened, cuts)
         partial = lax.convert_element_type(partial, accumulator_dtype(partial.dtype))
         if not self.sum_first:
             received = self._received(sent[number])
@@ -279,7 +279,7 @@ def emit_scatter_exchange(flow: Dataflow, chain: DotReduceScatter, read: Read, p
     result = blank(flow, value)
     for distance in (*range(1, axis_size), 0):
         destination = Piece(places, -distance, WHOLE)
-        block = _partial(flow, chain, destination, read, frozenset())
+        block = partial_sum(flow, chain, destination, read, frozenset())
         with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{chain.kind}"):
             if distance:
                 block = places.hop(block, distance)
@@ -288,7 +288,7 @@ def emit_scatter_exchange(flow: Dataflow, chain: DotReduceScatter, read: Read, p
     return result
 
 
-def _partial(
+def partial_sum(
     flow: Dataflow,
     chain: DotReduceScatter,
     piece: Piece,
@@ -315,7 +315,7 @@ def cut_once(flow: Dataflow, chain: DotReduceScatter) -> dict[int, int]:
     return {operand: dim for operand, (dim, *more) in ((o, tuple(d)) for o, d in dims.items()) if not more}
 
 
-def _widened(flow: Dataflow, chain: DotReduceScatter) -> frozenset[int]:
+def widened_ops(flow: Dataflow, chain: DotReduceScatter) -> frozenset[int]:
     """The operations that may give their results in the accumulator's dtype: all, if none rounds."""
     ops = [flow.ops[block.op] for block in chain.body]
     floating = all(

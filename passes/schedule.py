@@ -29,8 +29,11 @@ class RingSchedule:
         it on.
       columns: into how many parts, along a free dim of what travels, a gather on a contracting dim is cut;
         their rings run one after the other. Fewer columns make a smaller accumulator, which may stay on chip.
+        Into how many chunks a psum without dots after it is cut: one is gathered beside the scatter of the
+        next, by hops; in one column, by an all_gather after it.
       across: whether pieces are cut along another dim than the gathered or scattered one: narrower matmuls of
         as many rows in place of shorter ones, and partial sums of the pieces apart in place of one for all.
+        Of a psum in columns these are, and pieces are not.
       joined: whether the pieces of one step go into one partial dot, of their concatenation.
       wire: what a scatter ring sends: partial sums in ``float32`` (at least), or in the dtype of the
         ``operand``, rounded after every addition as the collective itself would.

@@ -17,6 +17,7 @@ import jax
 from jax import lax
 from jax._src import source_info_util
 from jax.extend import core as jex_core
+from jax.interpreters import batching, mlir
 
 JaxprEqn = Any
 NameStack = Any
@@ -113,6 +114,38 @@ def varying_axes(aval: Any) -> frozenset[str]:
     return frozenset(manual.varying) if manual is not None else frozenset(getattr(aval, "vma", ()))
 
 
+def as_invarying(value: Any, axes: Sequence[str]) -> Any:
+    """A value that is the same on all devices along the axes, with a type that says so.
+
+    jax gives that type only to the results of its own psum and all_gather. Not differentiable.
+    """
+    return _INVARYING.bind(value, axes=tuple(axes))
+
+
+def _invarying_type(aval: Any, *, axes: tuple[str, ...]) -> Any:
+    kept = varying_axes(aval) - set(axes)
+    manual = getattr(aval, "manual_axis_type", None)
+    if manual is not None:
+        return aval.update(manual_axis_type=manual.update(varying=kept))
+    return aval.update(vma=kept)
+
+
+def _invarying_primitive() -> jex_core.Primitive:
+    primitive = jex_core.Primitive("overlap_invarying")
+    primitive.def_abstract_eval(_invarying_type)
+    primitive.def_impl(lambda value, *, axes: value)
+    mlir.register_lowering(primitive, lambda context, value, *, axes: [value])
+
+    def batched(values: Any, dims: Any, *, axes: tuple[str, ...]) -> Any:
+        return primitive.bind(*values, axes=axes), dims[0]
+
+    batching.primitive_batchers[primitive] = batched
+    return primitive
+
+
+_INVARYING = _invarying_primitive()
+
+
 def device_kind(aval: Any) -> str | None:
     """The ``device_kind`` of the mesh in a value's type; None where the mesh does not know its devices."""
     device = aval.sharding.mesh.abstract_device
@@ -198,7 +231,6 @@ def _platform(aval: Any) -> str | None:
 def _ppermute_start() -> Callable[..., Any] | None:
     """jax's ``ppermute_start``, where it has one, made to work under ``vmap``, for which jax has no rules."""
     from jax._src import core
-    from jax._src.interpreters import batching
     from jax._src.lax import parallel
 
     future = getattr(core, "AbstractFuture", None)

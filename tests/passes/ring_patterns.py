@@ -29,7 +29,7 @@ class Pattern:
       body: of a device's arguments; returns one or more arrays.
       shapes: of the arguments, for P devices and blocks of b elements.
       reference: from lists of the devices' float64 arguments to the devices' results, per array.
-      columns: whether what travels can be cut into columns.
+      columns: whether what travels can be cut into columns, or a psum's blocks into chunks.
       across: whether the pieces can be cut along another dim than the gathered or scattered one.
       tiled: whether blocks of b elements can be cut; else they are of one.
     """
@@ -123,6 +123,7 @@ PATTERNS = {
         lambda p, b: ((p * b, 3), (3, 9)),
         lambda x, w: [spmd.psum(per_device(np.matmul, x, w))],
         across=True,
+        columns=True,
     ),
     "psum_then_dot": Pattern(
         lambda x, w, v: lax.psum(x @ w, "x") @ v,
@@ -142,7 +143,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 GATHERS = {**OPTIONS, "joined": (False, True), "columns": (1, 2, 3), "across": (False, True)}
 SCATTERS = {**OPTIONS, "across": (False, True), "wire": ("float32", "operand")}
-PSUMS = {**SCATTERS, "joined": (False, True)}
+PSUMS = {**SCATTERS, "joined": (False, True), "columns": (1, 3, 9)}
 
 
 def options_of(name: str) -> dict[str, tuple[Any, ...]]:
@@ -198,6 +199,11 @@ def schedule_of(name: str, choice: dict[str, Any], block: int) -> RingSchedule:
         **{name: value for name, value in choice.items() if name in known},
         orders=orders_of(choice["orders"], choice["axis_size"]),
     )
+    if name == "psum" and schedule.columns > 1:
+        # On an axis of 3 the sum may be scattered along the dim of 9 elements too, in blocks of 3.
+        columns = min(schedule.columns, 3) if choice["axis_size"] == 3 else schedule.columns
+        unit = 1 if choice["axis_size"] == 3 else block if schedule.across else block // columns
+        schedule = dataclasses.replace(schedule, columns=columns, unroll=0)
     for fewer in ({"chains": 1}, {"orders": schedule.orders[:1]}, {"directions": 1}):
         if schedule.pieces > unit:
             schedule = dataclasses.replace(schedule, **fewer)  # type: ignore[arg-type]

@@ -166,6 +166,7 @@ def test_pieces_across_fit_into_the_other_dim() -> None:
     assert {s.pieces for s in candidates(flow, chain, AXES["ring"], thorough=True) if s.across} == {2}
 
 
+@pytest.mark.usefixtures("explicit_starts")
 @pytest.mark.parametrize("chain", CHAINS)
 def test_only_what_has_another_dim_is_cut_across_or_in_columns(chain: str) -> None:
     flow, found = CHAINS[chain]()
@@ -175,7 +176,9 @@ def test_only_what_has_another_dim_is_cut_across_or_in_columns(chain: str) -> No
     assert possible == (chain in ("gather_contracting", "scatter", "psum", "psum_then_dot"))
     gathers = isinstance(found, AllGatherDot)
     assert any(s.across for s in schedules) == possible
-    assert all(s.columns == 1 for s in schedules), "too narrow here"
+    assert all(s.columns == 1 or not s.across for s in schedules), "too narrow here"
+    # The rows of a psum's blocks make chunks; the chain here is the one without the dot after it.
+    assert any(s.columns > 1 for s in schedules) == chain.startswith("psum")
     assert any(s.joined for s in schedules) == (gathers and chain != "exchange")
 
 
@@ -256,6 +259,57 @@ def test_an_all_to_all_is_exchanged() -> None:
     for axis in (None, AXES["ring"], AXES["three rings"]):
         assert candidates(*exchange(), axis) == (EXCHANGE,)
     assert str(EXCHANGE) == "exchange"
+
+
+def test_without_explicit_starts_a_tpu_s_psum_is_not_run_in_chunks() -> None:
+    """Before jax 0.12 the compiler places the starts, and hides too few of the hops of two chunks."""
+    for explicit in (True, False):
+        with mock.patch.object(shims, "EXPLICIT_STARTS", explicit):
+            found = candidates(*psum(), AXES["ring"], thorough=True)
+        assert any(s.columns > 1 for s in found) == explicit
+
+
+@pytest.fixture
+def explicit_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shims, "EXPLICIT_STARTS", True)
+
+
+@pytest.mark.usefixtures("explicit_starts")
+@pytest.mark.parametrize("thorough", [False, True])
+@pytest.mark.parametrize(("n", "across"), [(16, set()), (512, {2}), (1024, {2, 4}), (2048, {2, 4, 8})])
+@pytest.mark.parametrize(("block", "rows"), [(1, set()), (6, {2}), (8, {2, 4, 8}), (9, set())])
+def test_a_psum_is_run_in_equal_chunks_of_rows_or_columns(
+    block: int, rows: set[int], n: int, across: set[int], thorough: bool
+) -> None:
+    flow, chain = chain_of(lambda x, w: lax.psum(x @ w, "x"), shard(4 * block, 6), shard(6, n))
+    assert chain.collective.dim == 0
+    found = [s for s in candidates(flow, chain, AXES["ring"], thorough=thorough) if s.columns > 1]
+    assert {s.columns for s in found if not s.across} == rows
+    assert {s.columns for s in found if s.across} == across
+    assert all(2 * s.pieces <= MOST_PIECES and s.chains == 1 for s in found)
+    # Of chunks of one row none goes both ways.
+    assert all(s.pieces * s.columns <= block for s in found if not s.across)
+
+
+@pytest.mark.usefixtures("explicit_starts")
+def test_a_psum_scattered_along_its_last_dim_is_not_run_in_chunks() -> None:
+    flow, (match,) = bodies.matched(
+        lambda x, w: lax.psum(x @ w, "x"), shard(32, 6), shard(6, 2048), axis_size=4, check_vma=False
+    )
+    assert isinstance(match.found, tuple)
+    for chain in match.found:
+        found = candidates(flow, chain, AXES["ring"], thorough=True)
+        assert any(s.columns > 1 for s in found) == (chain.collective.dim == 0)
+    assert {chain.collective.dim for chain in match.found} == {0, 1}
+
+
+def test_a_long_axis_s_psum_is_not_run_in_chunks() -> None:
+    flow, chain = psum()
+    longer = dataclasses.replace(
+        chain, collective=dataclasses.replace(chain.collective, axis_size=LONGEST_UNROLLED + 1)
+    )
+    found = candidates(flow, longer, Axis(V5P, LONGEST_UNROLLED + 1), thorough=True)  # type: ignore[arg-type]
+    assert {s.columns for s in found} == {1}
 
 
 def test_without_hardware_the_last_schedule_goes_both_ways_where_it_can() -> None:

@@ -70,7 +70,9 @@ def test_a_schedule_gives_the_values_of_the_collective(name: str, choice: dict[s
     if name == "psum_then_dot":
         assert sent == one + one // schedule.chains
     else:
-        assert sent == one * schedule.columns
+        # A psum in columns is gathered by hops too.
+        ways = 2 if name == "psum" and schedule.columns > 1 else 1
+        assert sent == ways * one * schedule.columns
     roundings = axis_size + 1 if schedule.wire == "operand" else 1
     assert_close(results, exact(pattern, given_arguments), dtype, roundings)
 
@@ -266,6 +268,80 @@ def test_the_gradient_of_a_ring(name: str, check_vma: bool, form: str) -> None:
     assert_close(results, [np.stack(each) for each in expected], "float32", 4)
 
 
+CHUNKS = {
+    "both_ways": RingSchedule(directions=2, columns=2),
+    "one_way_across": RingSchedule(directions=1, columns=3, across=True),
+    "two_rings": RingSchedule(directions=1, columns=2, orders=((0, 2, 1, 3), (3, 0, 1, 2))),
+}
+
+
+@pytest.mark.parametrize("form", CHUNKS)
+def test_a_psum_in_chunks_under_vmap(form: str) -> None:
+    pattern = PATTERNS["psum"]
+    given_arguments = arguments(pattern.shapes(4, 4), 4, "float32", (3,))
+    with spmd.only_schedule(CHUNKS[form]):
+        mapped = jax.vmap(as_ring(jitted(pattern.body, 2, 4)))
+        assert hops(jax.make_jaxpr(mapped)(*given_arguments)) > 0
+        results = mapped(*given_arguments)
+    references = [exact(pattern, tuple(each[i] for each in given_arguments))[0] for i in range(3)]
+    assert_close(results, [np.stack(references)], "float32")
+
+
+@pytest.mark.parametrize("form", CHUNKS)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_gradient_of_a_psum_in_chunks_is_that_of_the_psum(check_vma: bool, form: str) -> None:
+    pattern = PATTERNS["psum"]
+    x, w = arguments(pattern.shapes(4, 4), 4, "float32")
+    (result,) = exact(pattern, (x, w))
+    weights = np.random.default_rng(5).normal(size=result.shape).astype(np.float32)
+    function = jitted(pattern.body, 2, 4, check_vma=check_vma)
+    with spmd.only_schedule(CHUNKS[form]):
+        ring = as_ring(function)
+        gradient = jax.grad(lambda x, w: (weights * ring(x, w)).sum(), (0, 1))
+        assert hops(jax.make_jaxpr(gradient)(x, w)) > 0
+        results = jax.jit(gradient)(x, w)
+    # Every device's result has the sum's every term: its cotangents add up.
+    total = np.asarray(weights, np.float64).sum(0)
+    expected = [
+        np.stack([total @ b.T for b in np.asarray(w, np.float64)]),
+        np.stack([a.T @ total for a in np.asarray(x, np.float64)]),
+    ]
+    assert_close(results, expected, "float32", 4)
+
+
+@pytest.mark.parametrize("form", CHUNKS)
+def test_the_sum_in_chunks_is_known_to_be_the_same_everywhere(form: str) -> None:
+    """Only a result that does not vary over the axis may leave the program unsharded."""
+    axis_size = 4
+    x, w = arguments(((16, 12), (12, 9)), 1, "float32")
+    spec: Any = jax.sharding.PartitionSpec
+    summed = jax.jit(
+        jax.shard_map(
+            lambda x, w: jax.lax.psum(x @ w, "x"),
+            mesh=spmd.mesh_of(axis_size),
+            in_specs=(spec(None, "x"), spec("x")),
+            out_specs=spec(),
+        )
+    )
+    with spmd.only_schedule(CHUNKS[form]):
+        ring = as_ring(summed)
+        assert hops(jax.make_jaxpr(ring)(x[0], w[0])) > 0
+        result = ring(x[0], w[0])
+    assert result.sharding.is_fully_replicated
+    exactly = np.asarray(x[0], np.float64) @ np.asarray(w[0], np.float64)
+    for shard in result.addressable_shards:
+        np.testing.assert_allclose(np.asarray(shard.data), exactly, rtol=0, atol=1e-5 * np.abs(exactly).max())
+
+
+@pytest.mark.parametrize(("columns", "across"), [(2, False), (2, True)])
+def test_chunks_of_different_sizes_are_refused(columns: int, across: bool) -> None:
+    pattern = PATTERNS["psum"]
+    given_arguments = arguments(pattern.shapes(4, 9), 4, "float32")
+    schedule = RingSchedule(directions=1, columns=columns, across=across)
+    with spmd.only_schedule(schedule), pytest.raises(ValueError, match="equal chunks"):
+        as_ring(jitted(pattern.body, 2, 4))(*given_arguments)
+
+
 # Sums that arrive before the product that adds to them, as on TPU.
 
 
@@ -291,7 +367,7 @@ explicit_only = pytest.mark.skipif(
 def explicit_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Explicit starts on CPU, without barriers: one that takes a future along ends the process there."""
     monkeypatch.setattr(shims, "explicit_starts", lambda aval: True)
-    for emitter in ("gather_ring", "scatter_ring"):
+    for emitter in ("gather_ring", "scatter_ring", "psum_pipeline"):
         monkeypatch.setattr(f"passes.{emitter}.tie", lambda *values: values)
 
 
@@ -316,6 +392,8 @@ SPAN = {name: 4 if form.orders else 8 for name, form in EXPLICIT.items()}
         ("scatter", True),
         ("scatter", False),
         ("psum_then_dot", True),
+        ("psum", True),
+        ("psum", False),
     ],
 )
 def test_explicit_starts_give_the_values_of_the_collective(
@@ -325,7 +403,8 @@ def test_explicit_starts_give_the_values_of_the_collective(
     pattern, axis_size, schedule = PATTERNS[name], SPAN[form], EXPLICIT[form]
     if not pattern.columns:
         schedule = dataclasses.replace(schedule, columns=1)
-    given_arguments = arguments(pattern.shapes(axis_size, 5), axis_size, "float32")
+    # Chunks are equal, pieces need not be.
+    given_arguments = arguments(pattern.shapes(axis_size, 6 if name == "psum" else 5), axis_size, "float32")
     function = jitted(pattern.body, len(given_arguments), axis_size, check_vma=form != "narrow")
     with spmd.only_schedule(schedule):
         ring = as_ring(function)

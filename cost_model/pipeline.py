@@ -1,0 +1,75 @@
+"""The time of a dot and its psum in chunks: one is gathered while the sums of the next are scattered."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from cost_model.axis import Axis
+from cost_model.ring import Estimate, RingWork, estimate
+
+PLACING: Final = {False: 3.0, True: 1.5}
+"""Times as long as reading and writing it once takes what the compiler makes of placing a sum's shards: those
+of rows, and those of columns, by its own estimates (v4, v5e, v5p, v6e: 2.4 to 3.0, and 1.2 to 1.9)."""
+
+
+def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, across: bool) -> Estimate:
+    """Prices a psum whose blocks are cut into chunks.
+
+    With C chunks, whose scatter rings take S each, their products D, their hops H, and gathers that take G
+    on the same links and copies P into place:
+
+        S + (C-1) · max(S + P, D + P, F + H + G) + max(G, P)
+
+    since the first scatter has no gather beside it and the last gather no scatter. The links carry the hops
+    of both, after the first products F of a chunk, which nothing hides. Where hops and dots take turns, all
+    of it adds up.
+
+    Args:
+      work: of the scatter rings of all chunks, which are its columns.
+      gathered_bytes: of the whole sum.
+      axis: the devices.
+      across: whether the chunks are columns of the result, and not rows.
+    """
+    hardware, chunks = axis.hardware, work.columns
+    one = estimate(
+        dataclasses.replace(
+            work,
+            columns=1,
+            shard_bytes=work.shard_bytes / chunks,
+            collective_shard_bytes=work.collective_shard_bytes / chunks,
+        ),
+        axis,
+    )
+    whole = estimate(work, axis)
+    gather_s, copy_s = _gather_s(work, gathered_bytes, axis, across=across)
+    first_s = one.partials_s / axis.size
+    if hardware.overlaps:
+        middle_s = max(one.overlapped_s + copy_s, one.partials_s + copy_s, first_s + one.hops_s + gather_s)
+    else:
+        middle_s = one.overlapped_s + gather_s + copy_s
+    latency_s, _ = _gather_s(work, 0, axis, across=across)
+    return Estimate(
+        dot_s=whole.dot_s,
+        collective_s=whole.collective_s + axis.all_gather_s(gathered_bytes),
+        partials_s=whole.partials_s + chunks * copy_s,
+        hops_s=whole.hops_s + chunks * gather_s,
+        hop_latency_s=whole.hop_latency_s + chunks * latency_s,
+        overlapped_s=one.overlapped_s
+        + (chunks - 1) * middle_s
+        + last_gather_s(work, gathered_bytes, axis, across=across),
+    )
+
+
+def last_gather_s(work: RingWork, gathered_bytes: float, axis: Axis, *, across: bool) -> float:
+    """Seconds of the last chunk's gather, which no matmul hides. Arguments as of `pipeline_estimate`."""
+    gather_s, copy_s = _gather_s(work, gathered_bytes, axis, across=across)
+    return max(gather_s, copy_s) if axis.hardware.overlaps else gather_s + copy_s
+
+
+def _gather_s(work: RingWork, gathered_bytes: float, axis: Axis, *, across: bool) -> tuple[float, float]:
+    """Seconds of one chunk's gather hops, and of copying its shards into place."""
+    part_bytes = gathered_bytes / axis.size / work.columns / work.chains
+    hop_s = axis.step_s(part_bytes, work.directions, work.rings)
+    copy_s = PLACING[across] * 2 * gathered_bytes / work.columns / axis.hardware.hbm_bytes_per_s
+    return (axis.size - 1) * work.chains * hop_s, copy_s

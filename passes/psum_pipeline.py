@@ -1,0 +1,265 @@
+"""Emits a ``dot → psum`` chain in chunks: one is gathered while the sums of the next are scattered."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from passes import shims
+from passes.block_eval import Piece, Read, accumulator_dtype, as_varying, blank_of, tie
+from passes.chains import DotPsum
+from passes.graph import Dataflow, Operand
+from passes.hops import Rings
+from passes.scatter_ring import cut_once, partial_sum, widened_ops
+from passes.schedule import Across, Part, RingSchedule, across, divisions, parts
+
+
+def emit_psum_pipeline(
+    flow: Dataflow, chain: DotPsum, schedule: RingSchedule, read: Read, rings: Rings
+) -> Any:
+    """Runs the chain in as many chunks as the schedule has columns; returns the psum's result.
+
+    Every block of the scattered dim is cut into chunks; across, the dot's other free dim is, which keeps the
+    partial matmuls as tall as those of a plain ring. The scatter ring of a chunk runs as
+    ``emit_scatter_ring`` has it, with one accumulator per ring and direction. Beside it the sums of the chunk
+    before travel round on the same rings, and are placed where their owners' blocks are. So the matmuls hide
+    both halves of the psum, but for the last chunk's gather. The chunks are the iterations of a loop: the
+    program is no longer for more of them.
+
+    Raises:
+      ValueError: the blocks cannot be cut into so many equal chunks, or these into the schedule's pieces.
+    """
+    return _Pipeline(flow, chain, schedule, read, rings).run()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ChunkPiece(Piece):
+    """A piece of a chunk of a block; ``part`` is its part of the chunk.
+
+    Attributes:
+      number: of the chunk; may be traced.
+      chunks: how many chunks a block has.
+    """
+
+    number: Any = 0
+    chunks: int = 1
+
+    @property
+    def share(self) -> Any:
+        """How much of the whole dim the piece is."""
+        return self.part.share / (self.places.axis_size * self.chunks)
+
+    def offset(self, size: int) -> Any:
+        """Where the piece begins in a dim of ``size`` elements; traced."""
+        block = size // self.places.axis_size
+        chunk = block // self.chunks
+        start = int(self.part.start * chunk)
+        if isinstance(self.number, int):
+            return self.places.offset(self.distance, block, self.number * chunk + start)
+        within = lax.add(lax.mul(self.number, np.int32(chunk)), np.int32(start))
+        return lax.add(self.places.offset(self.distance, block, 0), within)
+
+
+class _Pipeline:
+    """The pipeline of one chain."""
+
+    def __init__(
+        self, flow: Dataflow, chain: DotPsum, schedule: RingSchedule, read: Read, rings: Rings
+    ) -> None:
+        self.flow, self.chain, self.schedule, self.read, self.rings = flow, chain, schedule, read, rings
+        self.collective = chain.collective
+        self.chunks = schedule.columns
+        self.cut_across = across(flow, chain.scatter) if schedule.across else None
+        self.chunks_of_block = self.chunks if self.cut_across is None else 1
+        unit, left = divmod(divisions(flow, chain), self.chunks_of_block)
+        if self.cut_across is not None:
+            left = _other_size(flow, chain, self.cut_across) % self.chunks
+        if left:
+            raise ValueError(f"{schedule}: the dim that it cuts does not make so many equal chunks")
+        self.divided = parts(schedule, unit)
+        op = flow.ops[self.collective.op]
+        self.operand_aval = flow.aval(op.inputs[0])
+        self.aval = flow.avals[op.outputs[0]]
+        self.explicit = not flow.differentiable and shims.explicit_starts(self.operand_aval)
+        # As in a scatter ring: an addition that is part of its product needs the sum before it.
+        self.sum_first = shims.on_tpu(self.operand_aval) and len(self.divided) > 1
+        self.widened = widened_ops(flow, chain.scatter)
+        self.cut = cut_once(flow, chain.scatter)
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """The collective's place in the user's program."""
+        op = self.flow.ops[self.collective.op]
+        with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{self.chain.kind}"):
+            yield
+
+    def run(self) -> Any:
+        """Runs the first chunk's scatter, then all others' beside a gather, then the last chunk's gather."""
+        for places in self.rings:
+            places.settle()
+        shards, _ = self._chunk(0, None, None)
+        with self.scope():
+            result = blank_of(self.aval.shape, self.aval, differentiable=self.flow.differentiable)
+            result = as_varying(result, shims.varying_axes(jax.typeof(shards[0])))
+            result = self._placed(result, shards, 0, 0)
+
+        def iteration(number: Any, carried: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
+            shards, result = carried
+            shards, result = self._chunk(number, shards, result)
+            with self.scope():
+                return shards, self._placed(result, shards, 0, number)
+
+        shards, result = lax.fori_loop(np.int32(1), np.int32(self.chunks), iteration, (shards, result))
+        with self.scope():
+            for step in range(1, self.collective.axis_size):
+                hops = self._finished(self._gather_hops(shards))
+                shards = list(tie(*hops))
+                result = self._placed(result, shards, step, self.chunks - 1)
+            if self.flow.ops[self.collective.op].name == "psum_invariant":
+                result = shims.as_invarying(result, self.collective.axes)
+        return result
+
+    def _chunk(self, number: Any, gathered: list[Any] | None, result: Any) -> tuple[list[Any], Any]:
+        """The scatter of a chunk, and beside it the gather of the one before, if there is one.
+
+        Args:
+          number: of the chunk.
+          gathered: per piece this device's shard of the chunk before.
+          result: what its shards are placed in.
+
+        Returns:
+          Per piece this device's shard of the chunk's sums; and the result.
+        """
+        last = self.collective.axis_size - 1
+        read = self._reads(number)
+        sent: list[Any] = [None] * len(self.divided)
+        in_flight: list[int] = []
+        for step in range(last + 1):
+            hops: list[Any] = []
+            if gathered is not None and step < last:
+                with self.scope():
+                    hops = self._gather_hops(gathered)
+            for index, part in enumerate(self.divided):
+                piece = self._piece(part, -part.step * (step + 1), number)
+                received = None
+                if sent[index] is not None and self.sum_first:
+                    (received,) = self._finished([sent[index]])
+                    sent[index] = None
+                cuts = {operand: piece.of(read(operand), dim) for operand, dim in self.cut.items()}
+                # Whatever was started last is tied to the operands of the product that is to run beside it.
+                started = [sent[other] for other in in_flight] + (hops if index == 0 else [])
+                started = started if self.explicit else []
+                arrived = [] if received is None else [received]
+                if started or arrived:
+                    tied = list(tie(*started, *arrived, *cuts.values()))
+                    for other in in_flight if self.explicit else ():
+                        sent[other] = tied.pop(0)
+                    if index == 0 and self.explicit:
+                        hops = [tied.pop(0) for _ in hops]
+                    received = tied.pop(0) if arrived else None
+                    cuts = dict(zip(cuts, tied, strict=True))
+                in_flight = []
+                total = self._added(sent, index, piece, received, cuts, read)
+                with self.scope():
+                    if step == last:
+                        sent[index] = lax.convert_element_type(total, self.aval.dtype)
+                    else:
+                        sent[index] = self._start(self._narrow(total), -part.step, part)
+                        in_flight = [index]
+            if hops:
+                with self.scope():
+                    gathered = self._finished(hops)
+                    if not self.explicit:
+                        # Else nothing keeps these hops beside this step's products.
+                        tied = list(tie(*gathered, *sent))
+                        gathered, sent = tied[: len(gathered)], tied[len(gathered) :]
+                    assert number is not None
+                    before = number - 1 if isinstance(number, int) else lax.sub(number, np.int32(1))
+                    result = self._placed(result, gathered, step + 1, before)
+        return sent, result
+
+    def _reads(self, number: Any) -> Read:
+        """Reads of the operand that is cut across only the columns of a chunk."""
+        cut = self.cut_across
+        if cut is None:
+            return self.read
+        (dot,) = self.chain.scatter.dots
+        sliced = self.flow.ops[dot.op].inputs[cut.operand]
+        whole = self.read(sliced)
+        width = whole.shape[cut.dim] // self.chunks
+        column = lax.dynamic_slice_in_dim(
+            whole, self._start_of(number, width), width, cut.dim, allow_negative_indices=False
+        )
+
+        def read(operand: Operand) -> Any:
+            return column if operand == sliced else self.read(operand)
+
+        return read
+
+    @staticmethod
+    def _start_of(number: Any, size: int) -> Any:
+        """Where a chunk of ``size`` elements begins."""
+        return number * size if isinstance(number, int) else lax.mul(number, np.int32(size))
+
+    def _added(
+        self,
+        sent: list[Any],
+        index: int,
+        piece: Piece,
+        received: Any,
+        cuts: dict[int, Any],
+        read: Read,
+    ) -> Any:
+        """One partial product, added to the sum that has arrived for it, if any."""
+        partial = partial_sum(self.flow, self.chain.scatter, piece, read, self.widened, cuts)
+        partial = lax.convert_element_type(partial, accumulator_dtype(partial.dtype))
+        if not self.sum_first and sent[index] is not None:
+            (received,) = self._finished([sent[index]])
+            received, partial = tie(received, partial)
+        if received is None:
+            return partial
+        return lax.add(lax.convert_element_type(received, partial.dtype), partial)
+
+    def _piece(self, part: Part, distance: int, number: Any) -> _ChunkPiece:
+        within = number if self.cut_across is None else 0
+        return _ChunkPiece(self.rings[part.ring], distance, part, within, self.chunks_of_block)
+
+    def _placed(self, result: Any, shards: list[Any], step: int, number: Any) -> Any:
+        """The result with the shards written into it that have come ``step`` places along their rings."""
+        for part, shard in zip(self.divided, shards, strict=True):
+            piece, dim = self._piece(part, part.step * step, number), self.collective.dim
+            starts: list[Any] = [np.int32(0)] * result.ndim
+            starts[dim] = piece.offset(result.shape[dim])
+            if self.cut_across is not None:
+                other = self.cut_across.result_dim
+                starts[other] = lax.convert_element_type(self._start_of(number, shard.shape[other]), np.int32)
+            result = lax.dynamic_update_slice(result, shard, starts, allow_negative_indices=False)
+        return result
+
+    def _gather_hops(self, shards: list[Any]) -> list[Any]:
+        return [self._start(shard, part.step, part) for part, shard in zip(self.divided, shards, strict=True)]
+
+    def _start(self, value: Any, distance: int, part: Part) -> Any:
+        places = self.rings[part.ring]
+        return (places.start_hop if self.explicit else places.hop)(value, distance)
+
+    def _finished(self, hops: list[Any]) -> list[Any]:
+        return [shims.finish_ppermute(hop) for hop in hops] if self.explicit else hops
+
+    def _narrow(self, total: Any) -> Any:
+        """A sum as it travels."""
+        if self.schedule.wire == "float32":
+            return total
+        return lax.convert_element_type(total, self.operand_aval.dtype)
+
+
+def _other_size(flow: Dataflow, chain: DotPsum, cut: Across) -> int:
+    """Elements of the dim that is cut across."""
+    (dot,) = chain.scatter.dots
+    return int(flow.avals[flow.ops[dot.op].outputs[0]].shape[cut.result_dim])

@@ -1,0 +1,75 @@
+"""The time of a psum in chunks, by hand and against its parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+
+import pytest
+
+from cost_model import Axis, by_name
+from cost_model.pipeline import PLACING, last_gather_s, pipeline_estimate
+from cost_model.plain_chain import Form, PlainChain, chain_of, forms, price, works
+from cost_model.ring import estimate
+
+V5P = by_name("tpu_v5p")
+RING = Axis(V5P, 16)
+V_BYTES = 8192 * 8192 * 2
+
+
+def chunks(columns: int, k: int = 2048) -> tuple[PlainChain, Form]:
+    chain = chain_of("dot_psum", 8192, k, 8192)
+    return chain, Form(directions=2, columns=columns, across=True)
+
+
+@pytest.mark.parametrize("columns", [2, 4, 8])
+def test_a_communication_bound_psum_waits_for_the_wire_and_few_products(columns: int) -> None:
+    chain, form = chunks(columns, k=512)
+    priced = price(chain, form, RING)
+    # V/W twice, less what stays on each device: 15 of 16 shards travel, half each way, by 9e10 B/s.
+    wire_s = 2 * 15 * (V_BYTES / 16 / 2) / 9e10
+    assert priced.hops_s == pytest.approx(wire_s)
+    assert priced.overlapped_s > wire_s
+    (work,) = works(chain, form, RING)
+    chunk_s = estimate(dataclasses.replace(work, columns=1), RING).partials_s
+    # The first chunk's products have but half of the hops beside them; of each other chunk the first step's.
+    assert priced.overlapped_s <= (1 + 1e-9) * (wire_s + chunk_s + (columns - 1) * chunk_s / 16)
+
+
+def test_only_the_last_gather_of_a_compute_bound_psum_is_exposed() -> None:
+    chain, form = chunks(8, k=16384)
+    priced = price(chain, form, RING)
+    last_s = 15 * (V_BYTES / 16 / 2 / 8) / 9e10
+    placed_s = PLACING[True] * 2 * V_BYTES / V5P.hbm_bytes_per_s
+    (work,) = works(chain, form, RING)
+    scatter = estimate(work, RING)
+    assert last_gather_s(work, V_BYTES, RING, across=True) == pytest.approx(last_s)
+    assert priced.partials_s == pytest.approx(scatter.partials_s + placed_s)
+    # Of the eight chunks' copies the last runs beside its gather.
+    assert priced.overlapped_s == pytest.approx(scatter.partials_s + placed_s * 7 / 8 + last_s, rel=1e-3)
+
+
+def test_chunks_are_as_the_original_psum_before_the_rewrite() -> None:
+    chain, form = chunks(4)
+    plain = price(chain, Form(directions=2), RING)
+    priced = price(chain, form, RING)
+    assert (priced.dot_s, priced.collective_s) == (plain.dot_s, plain.collective_s)
+
+
+def test_where_hops_and_dots_take_turns_all_adds_up() -> None:
+    hardware = dataclasses.replace(V5P, overlaps=False)
+    axis = Axis(hardware, 16)
+    chain, form = chunks(4)
+    (work,) = works(chain, form, axis)
+    priced = pipeline_estimate(work, V_BYTES, axis, across=True)
+    gather_s = 4 * last_gather_s(work, V_BYTES, axis, across=True)
+    assert priced.overlapped_s == pytest.approx(estimate(work, axis).overlapped_s + gather_s)
+
+
+def test_rows_are_cut_into_chunks_by_their_number_and_columns_by_their_width() -> None:
+    found = forms(chain_of("dot_psum", 16 * 6, 512, 1024), RING)
+    assert {form.columns for form in found if not form.across} == {1, 2}
+    assert {form.columns for form in found if form.across} == {1, 2, 4}
+    assert {form.columns for form in forms(chain_of("dot_psum", 96, 512, 1024, cut="n"), RING)} == {1}
+    (work,) = works(chain_of("dot_psum", 96, 512, 1024), Form(columns=2), RING)
+    assert work.piece[0].m == 96 * Fraction(1, 32) and work.piece[0].n == 1024
