@@ -140,7 +140,8 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
     dots = 1 if work.joined else work.pieces
     copy_s = 2 * work.shard_bytes / hardware.hbm_bytes_per_s if work.hands_out_gathered else 0.0
     held = _held_bytes(work, hardware)
-    first_s = dots * _cold_s(work.piece, held, hardware) + copy_s
+    firsts = zip(work.piece, held, strict=True)
+    first_s = dots * sum(matmul_s(piece, hardware, on_chip_bytes=near) for piece, near in firsts) + copy_s
     partial_s = dots * _warm_s(work, held, hardware) + copy_s
     add_s = work.apart_bytes / hardware.hbm_bytes_per_s
 
@@ -163,7 +164,7 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
     collective_s = axis.all_gather_s if gathered else axis.reduce_scatter_s
     latency_s = work.chains * axis.step_s(0, work.directions, work.rings, walks=work.walks)
     return Estimate(
-        dot_s=_cold_s(work.matmuls, held, hardware),
+        dot_s=_whole_s(work.matmuls, hardware),
         collective_s=collective_s(axis.size * work.collective_shard_bytes),
         partials_s=work.columns * (first_s + hops * (partial_s + add_s)),
         hops_s=work.columns * hops * wire_s,
@@ -180,10 +181,14 @@ def _held_bytes(work: RingWork, hardware: Hardware) -> tuple[float, ...]:
     return tuple(shared)
 
 
-def _cold_s(matmuls: tuple[Matmul, ...], held: tuple[float, ...], hardware: Hardware) -> float:
-    """Seconds of dots that find what is held: it is fetched beside the collective that comes before."""
-    pairs = zip(matmuls, held, strict=True)
-    return sum((matmul_s(matmul, hardware, on_chip_bytes=near) for matmul, near in pairs), 0.0)
+def _whole_s(matmuls: tuple[Matmul, ...], hardware: Hardware) -> float:
+    """Seconds of whole dots. The smaller operand is fetched beforehand, beside other work, if it fits."""
+    total_s = 0.0
+    for matmul in matmuls:
+        smaller = matmul.batch * matmul.k * min(matmul.m, matmul.n) * dtype_bytes(matmul.dtype)
+        near = smaller if smaller <= hardware.on_chip_bytes else 0.0
+        total_s += matmul_s(matmul, hardware, on_chip_bytes=near)
+    return total_s
 
 
 def _warm_s(work: RingWork, held: tuple[float, ...], hardware: Hardware) -> float:

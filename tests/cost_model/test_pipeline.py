@@ -32,8 +32,10 @@ def test_a_communication_bound_psum_waits_for_the_wire_and_few_products(columns:
     assert priced.overlapped_s > wire_s
     (work,) = works(chain, form, RING)
     chunk_s = estimate(dataclasses.replace(work, columns=1), RING).partials_s
-    # The first chunk's products have but half of the hops beside them; of each other chunk the first step's.
-    assert priced.overlapped_s <= (1 + 1e-9) * (wire_s + chunk_s + (columns - 1) * chunk_s / 16)
+    # The first chunk's products have but half of the hops beside them; of each other chunk the first step's,
+    # and what copying its shards into place takes longer than the hops.
+    rest_s = (columns - 1) * chunk_s / 8
+    assert priced.overlapped_s <= (1 + 1e-9) * (wire_s + chunk_s + rest_s)
 
 
 def test_only_the_last_gather_of_a_compute_bound_psum_is_exposed() -> None:

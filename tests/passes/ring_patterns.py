@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -199,11 +200,16 @@ def schedule_of(name: str, choice: dict[str, Any], block: int) -> RingSchedule:
         **{name: value for name, value in choice.items() if name in known},
         orders=orders_of(choice["orders"], choice["axis_size"]),
     )
-    if name == "psum" and schedule.columns > 1:
+    if name == "psum":
         # On an axis of 3 the sum may be scattered along the dim of 9 elements too, in blocks of 3.
-        columns = min(schedule.columns, 3) if choice["axis_size"] == 3 else schedule.columns
-        unit = 1 if choice["axis_size"] == 3 else block if schedule.across else block // columns
-        schedule = dataclasses.replace(schedule, columns=columns, unroll=0)
+        three = choice["axis_size"] == 3
+        columns = math.gcd(schedule.columns, 3 if three else ACROSS if schedule.across else block)
+        if columns > 1:
+            unit = 1 if three else block if schedule.across else block // columns
+            schedule = dataclasses.replace(schedule, unroll=0)
+        else:
+            unit = min(3 if three else ACROSS, ACROSS if schedule.across else block)
+        schedule = dataclasses.replace(schedule, columns=columns)
     for fewer in ({"chains": 1}, {"orders": schedule.orders[:1]}, {"directions": 1}):
         if schedule.pieces > unit:
             schedule = dataclasses.replace(schedule, **fewer)  # type: ignore[arg-type]
