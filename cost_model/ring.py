@@ -127,9 +127,10 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
 
     since a gather ring adds its own partial sums, beside the hop, and an accumulator must be added to before
     it is sent on; if the dot itself adds to it, its hop runs beside the dots of the other pieces only.
-    Copying the gathered shards into place reads and writes each once. An operand that every partial dot
-    shares is found on chip, if it fits there. Partial sums are read and written by
-    every dot that adds to them, unless those of a gather stay on chip; sums that travel never do.
+    Copying the gathered shards into place, or the pieces of one next to each other, reads and writes each
+    once. An operand that every partial dot shares is found on chip, if it fits there. Partial sums are read
+    and written by every dot that adds to them, unless those of a gather stay on chip; sums that travel never
+    do.
 
     Where the hardware does not overlap, hops and partial dots take turns, and a hop carries no less than the
     original collective did: a narrower wire is not an effect of the ring, and shared memory does not reward
@@ -138,7 +139,8 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
     hardware = axis.hardware
     hops = axis.size - 1
     dots = 1 if work.joined else work.pieces
-    copy_s = 2 * work.shard_bytes / hardware.hbm_bytes_per_s if work.hands_out_gathered else 0.0
+    copies = work.hands_out_gathered + work.joined
+    copy_s = 2 * copies * work.shard_bytes / work.columns / hardware.hbm_bytes_per_s
     held = _held_bytes(work, hardware)
     firsts = zip(work.piece, held, strict=True)
     first_s = dots * sum(matmul_s(piece, hardware, on_chip_bytes=near) for piece, near in firsts) + copy_s

@@ -139,8 +139,10 @@ def _columns(flow: Dataflow, chain: Chain) -> tuple[int, ...]:
 
 def _by_rule(flow: Dataflow, chain: Chain, base: RingSchedule, known: Rule) -> Iterator[RingSchedule]:
     if isinstance(chain, AllGatherDot):
+        joins = (False, True) if known.joined is None else (known.joined and base.pieces > 1,)
         for columns in _columns(flow, chain):
-            yield dataclasses.replace(base, columns=columns, joined=known.joined and base.pieces > 1)
+            for joined in joins:
+                yield dataclasses.replace(base, columns=columns, joined=joined)
             if across(flow, chain) is not None:
                 yield dataclasses.replace(base, columns=columns, across=True)
     else:

@@ -20,13 +20,13 @@ class Rule:
       evidence: the run of a benchmark that supports it.
       chains: see ``RingSchedule``.
       across: see ``RingSchedule``; taken where the chain allows it.
-      joined: see ``RingSchedule``.
+      joined: see ``RingSchedule``; None leaves it to the cost model.
     """
 
     evidence: str
     chains: int = 1
     across: bool = False
-    joined: bool = False
+    joined: bool | None = None
 
 
 _RUN: Final = "bench/results/tpu_schedules.md"

@@ -95,8 +95,13 @@ class Row:
 
     @property
     def limit_s(self) -> float:
-        """The least time: matmuls and links side by side, each at its best."""
-        return max(self.matmul_s, self.links_s)
+        """The least time: matmuls and links side by side, each at its best.
+
+        Where the matmuls of our rings take less than the original's, as the compiler happens to lay them
+        out better, they are the best.
+        """
+        ours = [self.versions[version].matmul_s for version in OURS if version in self.versions]
+        return max(min(self.matmul_s, *ours), self.links_s) if ours else max(self.matmul_s, self.links_s)
 
     @property
     def ratio(self) -> float:

@@ -74,7 +74,6 @@ class Summary:
       more_memory: per version of ours, names of rows with more temporary memory than the original.
       misses: every row that misses a figure, with the reason.
       failures: (row, version, what happened) of what did not compile.
-      beyond_limit: names of rows with a time below the limit: the original's own matmuls are slow there.
     """
 
     rows: int
@@ -84,7 +83,6 @@ class Summary:
     more_memory: dict[str, tuple[str, ...]]
     misses: tuple[Miss, ...]
     failures: tuple[tuple[str, str, str], ...]
-    beyond_limit: tuple[str, ...]
 
     def of(self, version: str) -> Means | None:
         """The means of a version."""
@@ -128,9 +126,6 @@ def summarise(rows: Sequence[Row]) -> Summary:
         more_memory={v: tuple(row.name for row in measured if more_memory(row, v)) for v in ours},
         misses=tuple(m for v in ours for row in measured if (m := missed(row, v)) is not None),
         failures=tuple((row.name, version, said) for row in rows for version, said in row.failures.items()),
-        beyond_limit=tuple(
-            row.name for row in measured if any((row.efficiency(v) or 0.0) > 1.0005 for v in row.versions)
-        ),
     )
 
 
