@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
@@ -47,15 +48,23 @@ class Matmul:
         operands = (self.m * self.k + self.k * self.n) * dtype_bytes(self.dtype)
         return self.batch * (operands + self.m * self.n * dtype_bytes(self.out_dtype or self.dtype))
 
-    def stationary_bytes(self, whole: "Matmul") -> float:
-        """Bytes of the operand this piece of `whole` shares with the others; 0 if cut along k or batch."""
+    @property
+    def lhs_bytes(self) -> float:
+        """Bytes of the left operand."""
+        return self.batch * self.m * self.k * dtype_bytes(self.dtype)
+
+    @property
+    def rhs_bytes(self) -> float:
+        """Bytes of the right operand."""
+        return self.batch * self.k * self.n * dtype_bytes(self.dtype)
+
+    def stationary(self, whole: "Matmul") -> Literal["lhs", "rhs"] | None:
+        """The operand this piece of `whole` shares with the others; None if each has its own."""
         if (self.batch, self.k) != (whole.batch, whole.k):
-            return 0.0
+            return None
         if self.n == whole.n:
-            return self.batch * self.k * self.n * dtype_bytes(self.dtype)
-        if self.m == whole.m:
-            return self.batch * self.m * self.k * dtype_bytes(self.dtype)
-        return 0.0
+            return "rhs"
+        return "lhs" if self.m == whole.m else None
 
     def halved(self) -> "Matmul":
         """Half of this matmul, cut along m and rounded up: one direction's part in a bidirectional step."""

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Final, Literal
 
 from cost_model.axis import Axis, Directions
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
+
+LITTLE: Final = 1 / 8
+"""Share of the room on chip that an operand of one step may take to be there, as compilers do it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +144,9 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
     dots = 1 if work.joined else work.pieces
     copies = work.hands_out_gathered + work.joined
     copy_s = 2 * copies * work.shard_bytes / work.columns / hardware.hbm_bytes_per_s
-    held = _held_bytes(work, hardware)
-    firsts = zip(work.piece, held, strict=True)
-    first_s = dots * sum(matmul_s(piece, hardware, on_chip_bytes=near) for piece, near in firsts) + copy_s
-    partial_s = dots * _warm_s(work, held, hardware) + copy_s
+    near = _near(work, hardware)
+    first_s = dots * _pieces_s(work, near, hardware, adds=False) + copy_s
+    partial_s = dots * _pieces_s(work, near, hardware, adds=True) + copy_s
     add_s = work.apart_bytes / hardware.hbm_bytes_per_s
 
     shard_bytes = work.shard_bytes
@@ -166,7 +168,7 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
     collective_s = axis.all_gather_s if gathered else axis.reduce_scatter_s
     latency_s = work.chains * axis.step_s(0, work.directions, work.rings, walks=work.walks)
     return Estimate(
-        dot_s=_whole_s(work.matmuls, hardware),
+        dot_s=sum(_whole_s(matmul, hardware) for matmul in work.matmuls),
         collective_s=collective_s(axis.size * work.collective_shard_bytes),
         partials_s=work.columns * (first_s + hops * (partial_s + add_s)),
         hops_s=work.columns * hops * wire_s,
@@ -175,45 +177,65 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
     )
 
 
-def _held_bytes(work: RingWork, hardware: Hardware) -> tuple[float, ...]:
-    """Per matmul, bytes of the operand that all its pieces share, if together they stay on chip; else 0."""
-    shared = [piece.stationary_bytes(whole) for piece, whole in zip(work.piece, work.matmuls, strict=True)]
-    if sum(shared) > hardware.on_chip_bytes:
-        return (0.0,) * len(shared)
-    return tuple(shared)
+Near = tuple[bool, bool]
+"""Whether the left and the right operand are on chip before a dot starts."""
 
 
-def _whole_s(matmuls: tuple[Matmul, ...], hardware: Hardware) -> float:
-    """Seconds of whole dots. The smaller operand is fetched beforehand, beside other work, if it fits."""
-    total_s = 0.0
-    for matmul in matmuls:
-        smaller = matmul.batch * matmul.k * min(matmul.m, matmul.n) * dtype_bytes(matmul.dtype)
-        near = smaller if smaller <= hardware.on_chip_bytes else 0.0
-        total_s += matmul_s(matmul, hardware, on_chip_bytes=near)
-    return total_s
+def _near(work: RingWork, hardware: Hardware) -> tuple[Near, ...]:
+    """What is on chip of every matmul's pieces: the operand that all pieces share, if those fit together."""
+    shared = [piece.stationary(whole) for piece, whole in zip(work.piece, work.matmuls, strict=True)]
+    held_bytes = sum(
+        {"lhs": piece.lhs_bytes, "rhs": piece.rhs_bytes, None: 0.0}[side]
+        for piece, side in zip(work.piece, shared, strict=True)
+    )
+    if held_bytes > hardware.on_chip_bytes:
+        shared, held_bytes = [None] * len(shared), 0.0
+    beside = _beside_bytes(held_bytes, hardware)
+    return tuple(
+        (side == "lhs" or piece.lhs_bytes <= beside, side == "rhs" or piece.rhs_bytes <= beside)
+        for piece, side in zip(work.piece, shared, strict=True)
+    )
 
 
-def _warm_s(work: RingWork, held: tuple[float, ...], hardware: Hardware) -> float:
-    """Seconds of one piece's dots in a step that adds to sums, where there are any."""
+def _beside_bytes(held_bytes: float, hardware: Hardware) -> float:
+    """Bytes of another operand that may be on chip beside what is held.
+
+    A TPU's compiler places them: what takes little of the room that is left arrives there, or is fetched
+    beforehand.
+    """
+    return LITTLE * (hardware.on_chip_bytes - held_bytes) if hardware.network == "torus" else 0.0
+
+
+def _whole_s(matmul: Matmul, hardware: Hardware) -> float:
+    """Seconds of a whole dot. The smaller operand is fetched beforehand, beside other work, if it fits."""
+    sizes = (matmul.lhs_bytes, matmul.rhs_bytes)
+    smaller = min(sizes)
+    held_bytes = smaller if smaller <= hardware.on_chip_bytes else 0.0
+    most = max(held_bytes, _beside_bytes(held_bytes, hardware))
+    lhs, rhs = (size <= most for size in sizes)
+    return matmul_s(matmul, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs)
+
+
+def _pieces_s(work: RingWork, near: tuple[Near, ...], hardware: Hardware, *, adds: bool) -> float:
+    """Seconds of one piece's dots: in the first step, or in one that adds to sums, where there are any."""
     gathered = work.collective == "all_gather"
-    adds = [
-        piece.k < whole.k if gathered else work.fused
+    summed = [
+        adds and (piece.k < whole.k if gathered else work.fused)
         for piece, whole in zip(work.piece, work.matmuls, strict=True)
     ]
     width = dtype_bytes(work.accumulator)
-    sums = zip(work.piece, adds, strict=True)
+    sums = zip(work.piece, summed, strict=True)
     sum_bytes = sum(piece.batch * piece.m * piece.n * width for piece, added in sums if added)
-    near = gathered and sum_bytes * work.accumulators <= hardware.accumulator_on_chip_bytes
+    kept = gathered and sum_bytes * work.accumulators <= hardware.accumulator_on_chip_bytes
     total_s = 0.0
-    for piece, added, resident in zip(work.piece, adds, held, strict=True):
-        if added:
-            piece = dataclasses.replace(piece, out_dtype=work.accumulator)
+    for piece, added, (lhs, rhs) in zip(work.piece, summed, near, strict=True):
         total_s += matmul_s(
-            piece,
+            dataclasses.replace(piece, out_dtype=work.accumulator) if added else piece,
             hardware,
-            on_chip_bytes=resident,
-            result_on_chip=added and near,
+            lhs_on_chip=lhs,
+            rhs_on_chip=rhs,
+            result_on_chip=added and kept,
             accumulator=work.accumulator if added else None,
-            accumulator_on_chip=added and near,
+            accumulator_on_chip=added and kept,
         )
     return total_s

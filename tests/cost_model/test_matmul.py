@@ -130,10 +130,12 @@ def test_impossible_matmuls_are_refused(bad: dict[str, Any]) -> None:
 
 def test_pieces_share_the_operand_that_is_not_cut() -> None:
     whole = Matmul(batch=2, m=64, k=32, n=16)
-    assert dataclasses.replace(whole, m=8).stationary_bytes(whole) == 2 * 32 * 16 * 2
-    assert dataclasses.replace(whole, n=2).stationary_bytes(whole) == 2 * 64 * 32 * 2
-    assert dataclasses.replace(whole, k=4).stationary_bytes(whole) == 0
-    assert dataclasses.replace(whole, batch=1).stationary_bytes(whole) == 0
+    assert dataclasses.replace(whole, m=8).stationary(whole) == "rhs"
+    assert dataclasses.replace(whole, n=2).stationary(whole) == "lhs"
+    assert dataclasses.replace(whole, k=4).stationary(whole) is None
+    assert dataclasses.replace(whole, batch=1).stationary(whole) is None
+    assert dataclasses.replace(whole, m=8, n=2).stationary(whole) is None
+    assert (whole.lhs_bytes, whole.rhs_bytes) == (2 * 64 * 32 * 2, 2 * 32 * 16 * 2)
 
 
 @given(_SIZES, _SIZES, _SIZES, st.integers(0, 1 << 12), _HARDWARE)
