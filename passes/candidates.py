@@ -55,6 +55,7 @@ def candidates(
     if axis.walks and not unroll:
         bases.append(RingSchedule(directions=1, wire=wire, orders=axis.walks))
     for base in bases:
+        base = dataclasses.replace(base, cut_early=known.cut_early)
         found.extend(_all(flow, chain, base) if thorough else _by_rule(flow, chain, base, known))
     most = MOST_PIECES if axis.hardware.opposite_hops_overlap else 1
     fitting = [s for s in dict.fromkeys(found) if s.pieces <= most and _fits(flow, chain, s, unit)]

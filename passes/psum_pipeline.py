@@ -138,6 +138,11 @@ class _Pipeline:
         """
         last = self.collective.axis_size - 1
         read = self._reads(number)
+        wholes = {operand: read(operand) for operand in self.cut}
+
+        def cut(piece: Piece) -> dict[int, Any]:
+            return {operand: piece.of(wholes[operand], dim) for operand, dim in self.cut.items()}
+
         sent: list[Any] = [None] * len(self.divided)
         in_flight: list[int] = []
         for step in range(last + 1):
@@ -151,19 +156,22 @@ class _Pipeline:
                 if sent[index] is not None and self.sum_first:
                     (received,) = self._finished([sent[index]])
                     sent[index] = None
-                cuts = {operand: piece.of(read(operand), dim) for operand, dim in self.cut.items()}
+                operands = cut(piece) if self.schedule.cut_early else wholes
                 # Whatever was started last is tied to the operands of the product that is to run beside it.
                 started = [sent[other] for other in in_flight] + (hops if index == 0 else [])
                 started = started if self.explicit else []
                 arrived = [] if received is None else [received]
                 if started or arrived:
-                    tied = list(tie(*started, *arrived, *cuts.values()))
+                    tied = list(tie(*started, *arrived, *operands.values()))
                     for other in in_flight if self.explicit else ():
                         sent[other] = tied.pop(0)
                     if index == 0 and self.explicit:
                         hops = [tied.pop(0) for _ in hops]
                     received = tied.pop(0) if arrived else None
-                    cuts = dict(zip(cuts, tied, strict=True))
+                    operands = dict(zip(operands, tied, strict=True))
+                if not self.schedule.cut_early:
+                    wholes = operands
+                cuts = operands if self.schedule.cut_early else cut(piece)
                 in_flight = []
                 total = self._added(sent, index, piece, received, cuts, read)
                 with self.scope():

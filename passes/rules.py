@@ -21,12 +21,14 @@ class Rule:
       chains: see ``RingSchedule``.
       across: see ``RingSchedule``; taken where the chain allows it.
       joined: see ``RingSchedule``; None leaves it to the cost model.
+      cut_early: see ``RingSchedule``.
     """
 
     evidence: str
     chains: int = 1
     across: bool = False
     joined: bool | None = None
+    cut_early: bool = False
 
 
 _RUN: Final = "bench/results/tpu_schedules.md"
@@ -35,7 +37,7 @@ EXPLICIT: Final[dict[tuple[str, Pattern], Rule]] = {
     ("tpu_v4", "gather"): Rule(_RUN),
     ("tpu_v4", "scatter"): Rule(_RUN, chains=2),
     ("tpu_v5e", "gather"): Rule(_RUN),
-    ("tpu_v5e", "scatter"): Rule(_RUN, chains=2, across=True),
+    ("tpu_v5e", "scatter"): Rule(_RUN, chains=2, across=True, cut_early=True),
     ("tpu_v5p", "gather"): Rule(_RUN),
     ("tpu_v5p", "scatter"): Rule(_RUN, chains=2),
     ("tpu_v6e", "gather"): Rule(_RUN),

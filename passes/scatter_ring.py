@@ -70,6 +70,7 @@ class _Ring:
         self.cut = cut_once(flow, chain)
         self.read = read
         self.in_flight: list[int] = []
+        self.wholes: dict[int, Any] = {}
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -114,6 +115,7 @@ class _Ring:
         """
         sent = list(sent)
         self.in_flight = []
+        self.wholes = {operand: self.read(operand) for operand in self.cut}
         for number, part in enumerate(self.divided):
             if isinstance(sent[number], _Unsent):
                 sent[number] = self._send(sent[number].value, part)
@@ -174,8 +176,7 @@ class _Ring:
     def _add(self, sent: list[Any], number: int, piece: Piece) -> Any:
         """One partial product, with the sum that has arrived for it."""
         received = self._received(sent[number]) if self.sum_first else None
-        cuts = {operand: piece.of(self.read(operand), dim) for operand, dim in self.cut.items()}
-        received, cuts = self._tie_to_operands(sent, received, cuts)
+        received, cuts = self._tie_to_operands(sent, received, piece)
         read = self.read if self.cut_across is None else self._column(self.cut_across, self.columns[number])
         partial = partial_sum(self.flow, self.chain, piece, read, self.widened, cuts)
         partial = lax.convert_element_type(partial, accumulator_dtype(partial.dtype))
@@ -201,21 +202,30 @@ class _Ring:
 
         return read
 
-    def _tie_to_operands(
-        self, sent: list[Any], received: Any, cuts: dict[int, Any]
-    ) -> tuple[Any, dict[int, Any]]:
-        """Ties the start of the last hop, and what has arrived, to the operands of the next product."""
+    def _tie_to_operands(self, sent: list[Any], received: Any, piece: Piece) -> tuple[Any, dict[int, Any]]:
+        """Ties the start of the last hop, and what has arrived, to the operands of the next product.
+
+        Returns:
+          what has arrived, and the piece's blocks of the operands.
+        """
         futures = [sent[number] for number in self.in_flight]
         arrived = [] if received is None else [received]
-        if not (futures or arrived):
-            return received, cuts
-        tied = list(tie(*futures, *arrived, *cuts.values()))
-        for number in self.in_flight:
-            sent[number] = tied.pop(0)
-        # The TPU compiler ends the process over a future that is tied and then not used.
-        self.in_flight = []
-        received = tied.pop(0) if arrived else None
-        return received, dict(zip(cuts, tied, strict=True))
+        operands = self._blocks(piece) if self.schedule.cut_early else self.wholes
+        if futures or arrived:
+            tied = list(tie(*futures, *arrived, *operands.values()))
+            for number in self.in_flight:
+                sent[number] = tied.pop(0)
+            # The TPU compiler ends the process over a future that is tied and then not used.
+            self.in_flight = []
+            received = tied.pop(0) if arrived else None
+            operands = dict(zip(operands, tied, strict=True))
+        if self.schedule.cut_early:
+            return received, operands
+        self.wholes = operands
+        return received, self._blocks(piece)
+
+    def _blocks(self, piece: Piece) -> dict[int, Any]:
+        return {operand: piece.of(self.wholes[operand], dim) for operand, dim in self.cut.items()}
 
     def _send(self, total: Any, part: Part, held: Any = 0) -> Any:
         with self.scope():

@@ -35,6 +35,8 @@ class RingSchedule:
         as many rows in place of shorter ones, and partial sums of the pieces apart in place of one for all.
         Of a psum in columns these are, and pieces are not.
       joined: whether the pieces of one step go into one partial dot, of their concatenation.
+      cut_early: whether a scatter ring cuts a block out of its operand before the hop that the partial dot
+        hides, so that it may be fetched early; else the dot itself reads its block of the whole.
       wire: what a scatter ring sends: partial sums in ``float32`` (at least), or in the dtype of the
         ``operand``, rounded after every addition as the collective itself would.
       unroll: steps per iteration of a rolled ring; 0 where the ring is unrolled.
@@ -49,6 +51,7 @@ class RingSchedule:
     columns: int = 1
     across: bool = False
     joined: bool = False
+    cut_early: bool = False
     wire: Literal["float32", "operand"] = "float32"
     unroll: int = 0
     orders: tuple[Order, ...] = ()
@@ -84,6 +87,8 @@ class RingSchedule:
             words.append("cut across")
         if self.joined:
             words.append("joined")
+        if self.cut_early:
+            words.append("cut early")
         if self.wire == "operand":
             words.append("narrow wire")
         if self.unroll:

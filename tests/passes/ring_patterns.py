@@ -143,7 +143,12 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "check_vma": (True, False),
 }
 GATHERS = {**OPTIONS, "joined": (False, True), "columns": (1, 2, 3), "across": (False, True)}
-SCATTERS = {**OPTIONS, "across": (False, True), "wire": ("float32", "operand")}
+SCATTERS = {
+    **OPTIONS,
+    "across": (False, True),
+    "wire": ("float32", "operand"),
+    "cut_early": (False, True),
+}
 PSUMS = {**SCATTERS, "joined": (False, True), "columns": (1, 3, 9)}
 
 
@@ -203,7 +208,7 @@ def schedule_of(name: str, choice: dict[str, Any], block: int) -> RingSchedule:
     if name == "psum":
         # On an axis of 3 the sum may be scattered along the dim of 9 elements too, in blocks of 3.
         three = choice["axis_size"] == 3
-        columns = math.gcd(schedule.columns, 3 if three else ACROSS if schedule.across else block)
+        columns = math.gcd(schedule.columns, ACROSS if schedule.across else block, 3 if three else 0)
         if columns > 1:
             unit = 1 if three else block if schedule.across else block // columns
             schedule = dataclasses.replace(schedule, unroll=0)
