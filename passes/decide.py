@@ -9,7 +9,7 @@ from typing import Final, Literal
 
 import networkx as nx
 
-from cost_model import Estimate
+from cost_model import Axis, Estimate
 from cost_model.plain_chain import LEAST_GAIN as LEAST_GAIN
 from passes.candidates import candidates
 from passes.chains import AllGatherDot, Chain, Lone, ShardReduction, reductions
@@ -106,11 +106,14 @@ def decide(
     """
     decided: dict[int, Decision] = {}
     proposals: list[tuple[Decision, tuple[Chain, ...]]] = []
+    matches = tuple(matches)
+    alone = sum(not isinstance(match.found, Reason) for match in matches) == 1
     for match in matches:
         if isinstance(match.found, Reason):
             decided[match.collective.op] = _without_chain(match.collective, match.found, policy, describe)
         else:
-            proposals.append((_propose(flow, match.collective, match.found, policy, network), match.found))
+            axis = network.axis(match.collective, alone=alone)
+            proposals.append((_propose(flow, match.collective, match.found, policy, axis), match.found))
     proposals.sort(key=lambda p: (-_benefit_s(p[0]), p[0].collective.op))
     invariance = Invariance(flow)
     taken: set[int] = set()
@@ -120,7 +123,8 @@ def decide(
             decision = dataclasses.replace(proposal, reason=_taken(flow, proposal, taken))
         else:
             if taken.intersection(_dots(proposal)):
-                proposal = _propose(flow, proposal.collective, remaining, policy, network)
+                axis = network.axis(proposal.collective, alone=alone)
+                proposal = _propose(flow, proposal.collective, remaining, policy, axis)
             invariant = proposal.collective.op in loop_invariant
             if policy in ("verify", "autotune") and not invariant:
                 decision = _tried(flow, proposal, network, try_out)
@@ -161,7 +165,7 @@ def _propose(
     collective: Collective,
     chains: Iterable[Chain],
     policy: Policy,
-    network: Network,
+    axis: Axis | None,
 ) -> Decision:
     """The chain and schedule of the largest predicted benefit, the last of each if the hardware is unknown.
 
@@ -172,7 +176,6 @@ def _propose(
         most = max(len(chain.dots) for chain in chains)
         chains = tuple(chain for chain in chains if len(chain.dots) == most)
     reason = Reason(Code.UNKNOWN_HARDWARE)
-    axis = network.axis(collective)
     if axis is None:
         last = Ring(chains[-1], candidates(flow, chains[-1])[-1])
         return Decision(collective, last, None, False, reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import cached_property
 from typing import Any
 
@@ -34,18 +35,28 @@ class Network:
         self.check_vma = check_vma
         self._axes: dict[Any, Axis] = {}
 
-    def axis(self, collective: Collective) -> Axis | None:
-        """The axis of a collective; None if the hardware is unknown."""
+    def axis(self, collective: Collective, *, alone: bool = True) -> Axis | None:
+        """The axis of a collective; None if the hardware is unknown.
+
+        Args:
+          collective: the collective.
+          alone: whether it is the only one that may become a ring. Else the operands that are to be on chip
+            for the next ring are fetched while this one runs, and each has half of the room.
+        """
         if self.hardware is None:
             return None
-        key = (collective.axes, collective.groups)
+        key = (collective.axes, collective.groups, alone)
         if key not in self._axes:
             topology = self._topology
-            self._axes[key] = (
+            axis = (
                 Axis(self.hardware, collective.axis_size)
                 if topology is None
                 else Axis.of(topology, self.groups(collective))
             )
+            if not alone:
+                halved = dataclasses.replace(self.hardware, on_chip_bytes=self.hardware.on_chip_bytes / 2)
+                axis = dataclasses.replace(axis, hardware=halved)
+            self._axes[key] = axis
         return self._axes[key]
 
     def groups(self, collective: Collective) -> tuple[tuple[int, ...], ...]:
