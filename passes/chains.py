@@ -61,6 +61,8 @@ class AllGatherDot:
       dots: the dots, in program order.
       reductions: reductions over the gathered dim between the gather and its dots.
       handed_out: values of the chain that are also needed whole; the ring assembles them.
+      epilogue: operations that are applied to each block of the dots' results, in program order.
+      unplaced: results of dots and of the epilogue that nothing else needs: they are never assembled.
     """
 
     collective: Collective
@@ -71,6 +73,8 @@ class AllGatherDot:
     dots: tuple[BlockOp, ...]
     reductions: tuple[ShardReduction, ...]
     handed_out: tuple[int, ...]
+    epilogue: tuple[BlockOp, ...] = ()
+    unplaced: frozenset[int] = frozenset()
 
     @property
     def kind(self) -> str:
@@ -80,7 +84,7 @@ class AllGatherDot:
     @property
     def members(self) -> tuple[int, ...]:
         """Operations that the ring replaces."""
-        return (self.collective.op, *(b.op for b in (*self.before, *self.after, *self.dots)))
+        return (self.collective.op, *(b.op for b in (*self.before, *self.after, *self.dots, *self.epilogue)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

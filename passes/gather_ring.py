@@ -59,7 +59,8 @@ def emit_gather_ring(
     results = _in_columns(ring, wire) if apart else ring.run(wire)
     for dot in chain.dots:
         (value,) = flow.ops[dot.op].outputs
-        results[value] = lax.convert_element_type(results[value], flow.avals[value].dtype)
+        if value in results:
+            results[value] = lax.convert_element_type(results[value], flow.avals[value].dtype)
     return results
 
 
@@ -283,11 +284,14 @@ def _take_in(
     for value in chain.handed_out:
         _place(flow, value, chain.blocked[value], pieces[value], piece, results)
     run_on_piece(flow, chain.dots, pieces, piece, read, widened=summed)
+    run_on_piece(flow, chain.epilogue, pieces, piece, read)
+    for block in (*chain.dots, *chain.epilogue):
+        for value in flow.ops[block.op].outputs:
+            if block.dims.result_dim is not None and value not in chain.unplaced:
+                _place(flow, value, block.dims.result_dim, pieces[value], piece, results)
     for dot in chain.dots:
         (value,) = flow.ops[dot.op].outputs
-        if dot.dims.result_dim is not None:
-            _place(flow, value, dot.dims.result_dim, pieces[value], piece, results)
-        else:
+        if dot.dims.result_dim is None:
             partial = lax.convert_element_type(pieces[value], accumulator_dtype(pieces[value].dtype))
             results[value] = partial if value not in results else lax.add(results[value], partial)
     return results

@@ -184,7 +184,9 @@ class _Reader:
         self.avals: list[Any] = []
         self.constants: dict[int, Any] = {}
         self.gathered: set[int] = set()
+        self.multiplied: set[int] = set()
         self.crossings: dict[int, _Crossing] = {}
+        self.blockwise: dict[int, bool] = {}
 
     def read(self, jaxpr: Any) -> Dataflow:
         body, consts = shims.open_jaxpr(jaxpr)
@@ -225,6 +227,7 @@ class _Reader:
         for eqn in body.eqns:
             operands = tuple(map(operand, eqn.invars))
             tainted = any(o in self.gathered for o in operands if isinstance(o, int))
+            follows = any(o in self.multiplied for o in operands if isinstance(o, int))
             called = self._called(eqn)
             if called is not None:
                 crossing = self._crossing(called)
@@ -233,6 +236,7 @@ class _Reader:
                     or crossing.gathered_outputs
                     or crossing.scattered_inputs
                     or any(var in wanted for var in eqn.outvars)
+                    or (follows and self._blockwise_only(called))
                 ):
                     inner, inner_consts = shims.open_jaxpr(called)
                     leading = frozenset(
@@ -247,9 +251,24 @@ class _Reader:
             outputs = tuple(self._value(var.aval) for var in eqn.outvars)
             if eqn.primitive.name in _SPREADING or (tainted and is_blockwise(eqn.primitive.name)):
                 self.gathered.update(outputs)
+            elif (tainted and eqn.primitive.name == "dot_general") or (
+                follows and is_blockwise(eqn.primitive.name)
+            ):
+                self.multiplied.update(outputs)
             env.update(zip(eqn.outvars, outputs, strict=True))
             self.ops.append(Op(eqn, operands, outputs, scope, call))
         return tuple(map(operand, body.outvars))
+
+    def _blockwise_only(self, jaxpr: Any) -> bool:
+        """Whether all equations of a call act block by block, for some dims: an activation, for one."""
+        if id(jaxpr) not in self.blockwise:
+            body, _ = shims.open_jaxpr(jaxpr)
+            self.blockwise[id(jaxpr)] = all(
+                is_blockwise(eqn.primitive.name)
+                or ((called := self._called(eqn)) is not None and self._blockwise_only(called))
+                for eqn in body.eqns
+            )
+        return self.blockwise[id(jaxpr)]
 
     def _crossing(self, jaxpr: Any) -> _Crossing:
         if id(jaxpr) not in self.crossings:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from cost_model import Hardware
 from passes import shims
 from passes.decide import Decision, Policy, TryOut, Unit, decide, program_order
+from passes.epilogue import with_epilogues
 from passes.graph import Dataflow, Op, dataflow
 from passes.match import match_dataflow
 from passes.network import Network
@@ -234,7 +235,7 @@ class _Planner:
         decisions = self._decide(flow, path, same, replaceable, mapped)
         order: tuple[int | Unit, ...] = ()
         if any(decision.rewritten for decision in decisions):
-            decisions, order = program_order(flow, decisions)
+            decisions, order = program_order(flow, with_epilogues(flow, decisions))
         if not any(decision.rewritten for decision in decisions):
             order = tuple(flow.live)
         return Plan(flow, path, decisions, order, bodies, opaque)

@@ -177,7 +177,7 @@ def divisions(flow: Dataflow, chain: Chain) -> int:
         gathered = divisions(flow, chain.gather) if chain.gather else 0
         return math.gcd(divisions(flow, chain.scatter), gathered)
     if isinstance(chain, AllGatherDot):
-        blocks: tuple[BlockOp, ...] = (*chain.after, *chain.dots)
+        blocks: tuple[BlockOp, ...] = (*chain.after, *chain.dots, *chain.epilogue)
         sizes = [flow.avals[chain.wire].shape[chain.blocked[chain.wire]]]
     else:
         blocks = chain.body

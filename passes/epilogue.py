@@ -1,0 +1,148 @@
+"""Epilogues: operations on a gather ring's results that run block by block too, inside the ring.
+
+Left outside, an activation behind a dot reads and writes the whole result once the ring is done. Inside, it
+is part of the partial dot's fusion, and what only it reads is never written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Set
+
+from passes.blocks import blockwise
+from passes.chains import AllGatherDot, BlockOp, reductions
+from passes.collective import explicitly_sharded
+from passes.decide import Decision
+from passes.emit import Ring
+from passes.gather_match import call_of
+from passes.graph import Dataflow
+from passes.schedule import divisions
+from passes.shims import has_effects
+
+
+def with_epilogues(flow: Dataflow, decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:
+    """The decisions, the rings among them with the epilogues that make what they write smaller.
+
+    No operation goes into two rings, and none that needs the results of a ring other than its own, so that
+    the rings can still run one after the other.
+    """
+    rings = [d.ring for d in decisions if d.rewritten and d.ring is not None]
+    if not any(_takes(ring) for ring in rings):
+        return decisions
+    taken = {op for ring in rings for op in ring.chain.members}
+    taken.update(op for ring in rings for reduced in reductions(ring.chain) for op in reduced.members)
+    late = _later(flow, taken)
+    revised = []
+    for decision in decisions:
+        if decision.rewritten and decision.ring is not None and _takes(decision.ring):
+            ring = _with_epilogue(flow, decision.ring, taken, late)
+            taken.update(ring.chain.members)
+            decision = dataclasses.replace(decision, ring=ring)
+        revised.append(decision)
+    return tuple(revised)
+
+
+def _takes(ring: Ring) -> bool:
+    """Whether a ring may have an epilogue: its pieces are whole rows (or matrices of a batch) of results."""
+    schedule = ring.schedule
+    return isinstance(ring.chain, AllGatherDot) and not schedule.across and schedule.columns == 1
+
+
+def _later(flow: Dataflow, taken: Set[int]) -> frozenset[int]:
+    """The operations of rings, and all that need a result of theirs."""
+    late: set[int] = set()
+    producer = flow.producer
+    for index, op in flow.live.items():
+        if index in taken or any(producer.get(v) in late for v in op.inputs if isinstance(v, int)):
+            late.add(index)
+    return frozenset(late)
+
+
+def _with_epilogue(flow: Dataflow, ring: Ring, taken: Set[int], late: Set[int]) -> Ring:
+    chain = ring.chain
+    assert isinstance(chain, AllGatherDot)
+    made = {
+        value: dot.dims.result_dim
+        for dot in chain.dots
+        for value in flow.ops[dot.op].outputs
+        if dot.dims.result_dim is not None and not explicitly_sharded(flow.avals[value])
+    }
+    blocks = _fewest_bytes(flow, made, list(_followers(flow, chain, dict(made), taken, late)))
+    if not blocks:
+        return ring
+    inside = {block.op for block in blocks}
+    values = (*made, *(value for block in blocks for value in flow.ops[block.op].outputs))
+    chain = dataclasses.replace(
+        chain,
+        epilogue=tuple(blocks),
+        unplaced=frozenset(v for v in values if all(user in inside for user in flow.users[v])),
+    )
+    return Ring(chain, ring.schedule)
+
+
+def _followers(
+    flow: Dataflow, chain: AllGatherDot, blocked: dict[int, int], taken: Set[int], late: Set[int]
+) -> Iterator[BlockOp]:
+    """The operations that can follow the dots block by block, in program order."""
+    unit, axis_size = divisions(flow, chain), chain.collective.axis_size
+    pending = [user for value in blocked for user in flow.users[value] if user >= 0]
+    heapq.heapify(pending)
+    done = -1
+    while pending:
+        index = heapq.heappop(pending)
+        if index == done or index in taken:
+            continue
+        done = index
+        op = flow.ops[index]
+        if has_effects(op.eqn) or any(explicitly_sharded(flow.avals[value]) for value in op.outputs):
+            continue
+        side = next(i for i, v in enumerate(op.inputs) if isinstance(v, int) and v in blocked)
+        first = op.inputs[side]
+        assert isinstance(first, int)
+        rule = blockwise(op.name, call_of(flow, op), side, blocked[first], axis_size)
+        if rule is None:
+            continue
+        pairs = list(zip(op.inputs, rule.operand_dims, strict=True))
+        own = [(v, dim) for v, dim in pairs if isinstance(v, int) and v in blocked]
+        others = [v for v, _ in pairs if isinstance(v, int) and v not in blocked]
+        if any(blocked[v] != dim for v, dim in own) or any(flow.producer.get(v) in late for v in others):
+            continue
+        sizes = [flow.aval(v).shape[dim] for v, dim in pairs if dim is not None]
+        sizes += [flow.avals[value].shape[rule.result_dim] for value in op.outputs]
+        if math.gcd(unit, *(size // axis_size for size in sizes)) != unit:
+            continue
+        blocked.update(dict.fromkeys(op.outputs, rule.result_dim))
+        yield BlockOp(index, rule)
+        for value in op.outputs:
+            for user in flow.users[value]:
+                if user >= 0:
+                    heapq.heappush(pending, user)
+
+
+def _fewest_bytes(flow: Dataflow, made: Iterable[int], blocks: list[BlockOp]) -> list[BlockOp]:
+    """The beginning of the operations after which the fewest bytes are needed outside; of equals the longest.
+
+    None where every operation adds to what has to be written, as when all it reads is needed elsewhere too.
+    """
+    left = {value: len(flow.users[value]) for value in made}
+    total = fewest = sum(_bytes(flow, value) for value, users in left.items() if users)
+    best = 0
+    for number, block in enumerate(blocks, 1):
+        op = flow.ops[block.op]
+        for value in op.inputs:
+            if isinstance(value, int) and value in left:
+                left[value] -= 1
+                total -= 0 if left[value] else _bytes(flow, value)
+        for value in op.outputs:
+            left[value] = len(flow.users[value])
+            total += _bytes(flow, value) if left[value] else 0
+        if total <= fewest:
+            best, fewest = number, total
+    return blocks[:best]
+
+
+def _bytes(flow: Dataflow, value: int) -> int:
+    aval = flow.avals[value]
+    return int(aval.size * aval.dtype.itemsize)
