@@ -38,6 +38,36 @@ def test_what_it_costs_is_tabled_with_the_figures_of_the_last_run() -> None:
         assert [name, base, full, figure, target] in TABLED
 
 
+def summary() -> dict[str, tuple[str, str]]:
+    """The first table's results and their kinds, by the name of the run that they are from."""
+    programs, matmuls, overhead = (
+        json.loads((RESULTS / f"{name}.json").read_text())
+        for name in ("programs", "matmul_model", "overhead")
+    )
+    decided = [row for row in programs["rows"] if row["policy"] == "auto"]
+    gains = [row["modelled_before_s"] / row["modelled_after_s"] for row in decided]
+    errors = [100 * chip["all"]["median"] for chip in matmuls["unseen"].values()]
+    calls, rewriting = (
+        [figure["value"] for figure in overhead["figures"] if figure["name"].startswith(start)]
+        for start in ("call,", "rewriting")
+    )
+    return {
+        "programs": (f"×{min(gains):.2f} to ×{max(gains):.2f} in {len(gains)} programs", "modelled"),
+        "matmul_model": (
+            f"median error {min(errors):.1f} % to {max(errors):.1f} % on {len(errors)} chips",
+            "modelled",
+        ),
+        "call": (f"{min(calls):.2f} µs to {max(calls):.2f} µs", "measured"),
+        "rewriting": (f"×{min(rewriting):.2f} to ×{max(rewriting):.2f}", "measured"),
+    }
+
+
+@pytest.mark.parametrize("name", ["programs", "matmul_model", "call", "rewriting"])
+def test_the_first_table_sums_up_the_last_runs_and_says_of_which_kind_they_are(name: str) -> None:
+    result, kind = summary()[name]
+    assert [row[2] for row in TABLED if len(row) == 4 and row[1] == result] == [kind]
+
+
 @pytest.mark.parametrize("name", ["programs", "overhead"])
 def test_results_say_what_they_were_made_with(name: str) -> None:
     assert "jax" in json.dumps(json.loads((RESULTS / f"{name}.json").read_text()))
