@@ -153,7 +153,10 @@ def loses(row: Row) -> bool:
 
 def ring_errors(row: Row) -> dict[str, float]:
     """Schedule → error of its prediction, with its sign, of the rings that compiled."""
-    return {schedule: row.predicted[schedule] / seconds - 1 for schedule, seconds in row.rings_s.items()}
+    return {
+        schedule: row.predicted[schedule].overlapped_s / seconds - 1
+        for schedule, seconds in row.rings_s.items()
+    }
 
 
 def ring_error(row: Row) -> float | None:

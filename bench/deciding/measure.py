@@ -24,8 +24,10 @@ from bench.deciding.chains import Drawn
 from bench.deciding.rows import ORIGINAL, Compiled, Decided
 from bench.schedules import measure, programs
 from bench.schedules.case import Slice
-from cost_model import Estimate, Hardware
+from cost_model import Estimate, Hardware, Topology
 from overlap import verify
+from overlap.hlo.parse import parse
+from overlap.hlo.simulate import simulate
 from overlap.trial_target import Target
 from passes import Plan, RingSchedule, Trial
 from passes.candidates import candidates
@@ -74,9 +76,9 @@ def decide(chain: Drawn) -> Decided:
     )
 
 
-def predict(chain: Drawn) -> dict[str, float]:
-    """Schedule → predicted seconds of every candidate that a search would consider, the fastest first."""
-    return {str(schedule): priced.overlapped_s for schedule, priced in candidates_of(chain).values()}
+def predict(chain: Drawn) -> dict[str, Estimate]:
+    """Schedule → prediction of every candidate that a search would consider, the fastest first."""
+    return {str(schedule): priced for schedule, priced in candidates_of(chain).values()}
 
 
 def compile_one(chain: Drawn, schedule: str) -> Compiled:
@@ -85,26 +87,28 @@ def compile_one(chain: Drawn, schedule: str) -> Compiled:
     A ring is put into the program in the same way as one that the library chooses.
     """
     start = time.perf_counter()
-    found = None
-    error = ""
+    found: dict[str, Any] = {}
     try:
         mesh, operands = mesh_of(chain.slice), operands_of(chain)
         program = programs.manual(chains.problem(chain), mesh)
         if schedule != ORIGINAL:
             program = forced(chain, candidates_of(chain)[schedule][0])
         hardware = cost_model.by_name(chain.slice.hardware)
-        found = verify.modelled(program, operands, Target(mesh, hardware)).timed
+        compiled = verify.compiled_for(program, operands, Target(mesh, hardware))
+        module = parse(compiled.as_text())
+        timeline = simulate(module, hardware, Topology.from_devices(mesh.devices, hardware))
+        found = {
+            "seconds": timeline.total_s,
+            "compute_s": timeline.compute_s,
+            "matmul_s": measure.matmuls(module, timeline)["matmul_s"],
+            "exposed_s": timeline.exposed_s,
+            "copy_wait_s": timeline.copy_wait_s,
+            "temporary_bytes": verify.temporary_bytes(compiled),
+        }
     except Exception as failure:  # whatever the compiler or the library raises belongs into the row
-        error = verify.one_line(failure)
+        found = {"error": verify.one_line(failure)}
     jax.clear_caches()
-    return Compiled(
-        name=chain.name,
-        schedule=schedule,
-        seconds=None if found is None else found.seconds,
-        temporary_bytes=None if found is None else found.temporary_bytes,
-        error=error,
-        wall_s=time.perf_counter() - start,
-    )
+    return Compiled(name=chain.name, schedule=schedule, **found, wall_s=time.perf_counter() - start)
 
 
 def sources() -> str:
@@ -209,6 +213,12 @@ def answer(request: str) -> Mapping[str, Any]:
     if "decide" in asked:
         found = [dataclasses.asdict(decide(Drawn.from_name(name))) for name in asked["decide"]]
     else:
-        found = [predict(Drawn.from_name(name)) for name in asked["predict"]]
+        found = [
+            {
+                schedule: dataclasses.asdict(priced)
+                for schedule, priced in predict(Drawn.from_name(name)).items()
+            }
+            for name in asked["predict"]
+        ]
     jax.clear_caches()
     return {"found": found}

@@ -31,7 +31,7 @@ def draw(rows: Sequence[Row], path: Path, *, title: str) -> None:
     _decisions(gains)
     rows = judged(rows)
     others = [
-        (seconds, row.predicted[schedule])
+        (seconds, row.predicted[schedule].overlapped_s)
         for row in rows
         for schedule, seconds in row.rings_s.items()
         if schedule != row.decided.schedule

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from bench.deciding.chains import Drawn
+from cost_model import Estimate
 
 ORIGINAL: Final = "original"
 """In place of a schedule's name: the chain as written."""
@@ -51,6 +52,8 @@ class Compiled:
       name: the chain's.
       schedule: the ring's, or ``ORIGINAL``.
       seconds: modelled, of the compiler's schedule; None if it did not compile.
+      compute_s, matmul_s, exposed_s, copy_wait_s: of those: computing, its matmuls with what is fused into
+        them, waiting for collectives, and for copies.
       temporary_bytes: of one device; None if they are not known.
       error: what went wrong.
       wall_s: measured, for all of it.
@@ -59,6 +62,10 @@ class Compiled:
     name: str
     schedule: str
     seconds: float | None = None
+    compute_s: float = 0.0
+    matmul_s: float = 0.0
+    exposed_s: float = 0.0
+    copy_wait_s: float = 0.0
     temporary_bytes: int | None = None
     error: str = ""
     wall_s: float = 0.0
@@ -71,13 +78,13 @@ class Row:
     Attributes:
       chain: what it is.
       decided: the model's decision.
-      predicted: schedule → predicted seconds, of all candidates of a search, the fastest first.
+      predicted: schedule → prediction, of all candidates of a search, the fastest first.
       compiled: schedule or ``ORIGINAL`` → what was compiled.
     """
 
     chain: Drawn
     decided: Decided
-    predicted: Mapping[str, float]
+    predicted: Mapping[str, Estimate]
     compiled: Mapping[str, Compiled] = field(default_factory=dict)
 
     def seconds(self, schedule: str) -> float | None:
@@ -108,8 +115,17 @@ class Row:
         """For JSON; times in seconds."""
         return {
             **dataclasses.asdict(self.decided),
-            "predicted_s": dict(self.predicted),
-            "compiled_s": {schedule: found.seconds for schedule, found in self.compiled.items()},
-            "temporary_bytes": {s: found.temporary_bytes for s, found in self.compiled.items()},
-            "failures": self.failures,
+            "predicted": {
+                schedule: dataclasses.asdict(priced)
+                for schedule, priced in self.predicted.items()
+                if schedule in self.compiled
+            },
+            "compiled": {
+                schedule: {
+                    name: value
+                    for name, value in dataclasses.asdict(found).items()
+                    if name not in ("name", "schedule")
+                }
+                for schedule, found in self.compiled.items()
+            },
         }

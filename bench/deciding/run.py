@@ -15,6 +15,7 @@ from bench.deciding.chains import Drawn
 from bench.deciding.rows import ORIGINAL, Compiled, Decided, Row
 from bench.schedules import run as schedules_run
 from bench.schedules import workers
+from cost_model import Estimate
 from overlap import tpu_target
 
 if TYPE_CHECKING:
@@ -57,7 +58,11 @@ class Study:
         """
         predicted = self._each("predict", sample)
         rows = [
-            Row(chain=chain, decided=decided[chain.name], predicted=prices)
+            Row(
+                chain=chain,
+                decided=decided[chain.name],
+                predicted={schedule: Estimate(**terms) for schedule, terms in prices.items()},
+            )
             for chain, prices in zip(sample, predicted, strict=True)
         ]
         wanted = {(row.chain.name, schedule): None for row in rows for schedule in programs_of(row, most)}

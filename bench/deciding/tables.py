@@ -52,6 +52,7 @@ def document(
     parts += ["## All chains that were drawn", drawn_table(drawn, decided)]
     parts += ["## The sample", scores(rows), errors(rows), errors_by_both(rows)]
     parts += ["### Wrong decisions and losses", wrong(rows), "### Largest regrets", regrets(rows)]
+    parts += ["### Largest errors of rings, µs", ring_parts(rows)]
     if any(row.failures for row in rows):
         failures = [(row.chain.name, *failed) for row in rows for failed in row.failures.items()]
         parts += ["### Programs that did not compile", table(("chain", "program", "error"), failures)]
@@ -210,6 +211,25 @@ def regrets(rows: Sequence[Row], count: int = 15) -> str:
     return table(("chain", "regret", "decided", "as written", "ring", "best compiled"), lines)
 
 
+def ring_parts(rows: Sequence[Row], count: int = 15) -> str:
+    """The rings that are predicted worst, with the parts of their times."""
+    found = [
+        (error, row, schedule)
+        for row in judgement.judged(rows)
+        for schedule, error in judgement.ring_errors(row).items()
+        if schedule == row.decided.schedule
+    ]
+    found.sort(key=lambda each: -abs(each[0]))
+    lines = []
+    for error, row, schedule in found[:count]:
+        priced, compiled = row.predicted[schedule], row.compiled[schedule]
+        predicted = (priced.overlapped_s, priced.partials_s, priced.hops_s)
+        timed = (row.rings_s[schedule], compiled.compute_s, compiled.matmul_s, compiled.exposed_s)
+        lines.append((row.chain.name, schedule, f"{error:+.1%}", *map(micro, (*predicted, *timed))))
+    headings = ("chain", "ring", "error", "predicted", "partial dots", "hops", "compiled", "computing")
+    return table((*headings, "of it matmuls", "waiting for hops"), lines)
+
+
 def times(rows: Sequence[Row]) -> str:
     """Predicted and compiled times of every chain."""
     lines = [(row.chain.name, f"{chains.ratio(row.chain):.2f}", *_both(row)) for row in rows]
@@ -226,7 +246,7 @@ def _both(row: Row) -> tuple[str, ...]:
         return f"{micro(predicted_s)} / {'failed' if compiled_s is None else micro(compiled_s)}"
 
     best = min(row.rings_s, key=lambda schedule: row.rings_s[schedule], default="")
-    found = f"{best}: {pair(row.predicted[best], row.rings_s[best])}" if best else ""
+    found = f"{best}: {pair(row.predicted[best].overlapped_s, row.rings_s[best])}" if best else ""
     return (
         "on" if decided.rewritten else "off",
         pair(decided.original_s, row.original_s),
