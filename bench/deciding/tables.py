@@ -224,10 +224,11 @@ def ring_parts(rows: Sequence[Row], count: int = 15) -> str:
     for error, row, schedule in found[:count]:
         priced, compiled = row.predicted[schedule], row.compiled[schedule]
         predicted = (priced.overlapped_s, priced.partials_s, priced.hops_s)
-        timed = (row.rings_s[schedule], compiled.compute_s, compiled.matmul_s, compiled.exposed_s)
-        lines.append((row.chain.name, schedule, f"{error:+.1%}", *map(micro, (*predicted, *timed))))
+        timed = (row.rings_s[schedule], compiled.compute_s, compiled.matmul_s)
+        waiting = (compiled.exposed_s, compiled.copy_wait_s)
+        lines.append((row.chain.name, schedule, f"{error:+.1%}", *map(micro, (*predicted, *timed, *waiting))))
     headings = ("chain", "ring", "error", "predicted", "partial dots", "hops", "compiled", "computing")
-    return table((*headings, "of it matmuls", "waiting for hops"), lines)
+    return table((*headings, "of it matmuls", "waiting for hops", "for copies"), lines)
 
 
 def times(rows: Sequence[Row]) -> str:
