@@ -72,11 +72,11 @@ def run(
         variables = {CACHE: folder, **os.environ, **environment, "PYTHONPATH": str(ROOT)}
         command = workers.interpreter(module) + ([] if verify else ["--no-verify"])
         answers = workers.answers(list(waiting), command, variables, jobs=jobs, limit_s=ROW_LIMIT_S)
-        for number, answer in enumerate(_progress(console, answers, len(waiting)), 1):
+        for number, answer in enumerate(progress(console, answers, len(waiting), "rows"), 1):
             row = row_of(waiting[answer.name], answer)
             known[row.name] = row
             if resume is not None:
-                keep(resume, row, made_with)
+                keep(resume, row.to_dict(), made_with)
             console.print(f"{number}/{len(waiting)} {line(row)}", markup=False, soft_wrap=True)
     return [known[case.name] for case in cases]
 
@@ -108,9 +108,18 @@ def resumed(path: Path, made_with: Mapping[str, str]) -> dict[str, Row]:
     Raises:
       SystemExit: it was made with other versions.
     """
+    rows = (Row.from_dict(content) for content in kept(path, made_with))
+    return {row.name: row for row in rows if not row.failures}
+
+
+def kept(path: Path, made_with: Mapping[str, str]) -> Iterator[Mapping[str, Any]]:
+    """The rows of a file of an earlier run, as JSON; none if there is no file.
+
+    Raises:
+      SystemExit: it was made with other versions.
+    """
     if not path.exists():
-        return {}
-    found: dict[str, Row] = {}
+        return
     for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
         try:
             content = json.loads(text)
@@ -121,16 +130,13 @@ def resumed(path: Path, made_with: Mapping[str, str]) -> dict[str, Row]:
         )
         if theirs != ours:
             raise SystemExit(f"{path}:{number} was made with {theirs}, and this is {ours}: give another file")
-        row = Row.from_dict(content["row"])
-        if not row.failures:
-            found[row.name] = row
-    return found
+        yield content["row"]
 
 
-def keep(path: Path, row: Row, made_with: Mapping[str, str]) -> None:
+def keep(path: Path, row: Mapping[str, Any], made_with: Mapping[str, str]) -> None:
     """Adds a row to the file, on a line of its own even after one that was cut short."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"versions": dict(made_with), "row": row.to_dict()}, ensure_ascii=False)
+    text = json.dumps({"versions": dict(made_with), "row": dict(row)}, ensure_ascii=False)
     cut_short = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
     with path.open("a", encoding="utf-8") as file:
         file.write(("\n" if cut_short else "") + text + "\n")
@@ -158,16 +164,18 @@ def write(folder: Path, name: str, page: str, content: Mapping[str, Any]) -> Non
     (folder / f"{name}.json").write_text(f"{text}\n", encoding="utf-8")
 
 
-def _progress(console: Console, answers: Iterator[workers.Answer], total: int) -> Iterator[workers.Answer]:
-    """The answers, with a bar on a terminal."""
+def progress(
+    console: Console, answers: Iterator[workers.Answer], total: int, what: str
+) -> Iterator[workers.Answer]:
+    """The answers, with a bar on a terminal that says what they are of."""
     if not console.is_terminal:
         yield from answers
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = TextColumn("rows"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("rows", total=total)
+        task = bar.add_task(what, total=total)
         for answer in answers:
             bar.advance(task)
             yield answer

@@ -281,13 +281,13 @@ def test_the_picture_is_drawn_of_the_rows_that_were_measured(tmp_path: Path) -> 
 def test_an_interrupted_run_goes_on_where_its_file_ends(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     good, failed = measured_rows()
-    run.keep(path, good, VERSIONS)
-    run.keep(path, failed, VERSIONS)
+    run.keep(path, good.to_dict(), VERSIONS)
+    run.keep(path, failed.to_dict(), VERSIONS)
     with path.open("a") as file:
         file.write('{"versions": {"jax"')
     later = {**VERSIONS, "date": "2026-01-02"}
     assert run.resumed(path, later) == {good.name: good}
-    run.keep(path, Row.from_dict({**good.to_dict(), "name": "three"}), later)
+    run.keep(path, {**good.to_dict(), "name": "three"}, later)
     assert list(run.resumed(path, later)) == [good.name, "three"]
     with pytest.raises(SystemExit, match="give another file"):
         run.resumed(path, {**VERSIONS, "jax": "2"})

@@ -1,0 +1,224 @@
+"""Decides on chains as the library does, and compiles what it decides between."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+from jax.sharding import Mesh
+
+import cost_model
+import overlap
+import passes
+from bench.deciding import chains
+from bench.deciding.chains import Drawn
+from bench.deciding.rows import ORIGINAL, Compiled, Decided
+from bench.schedules import measure, programs
+from bench.schedules.case import Slice
+from cost_model import Estimate, Hardware, Topology
+from overlap import verify
+from overlap.hlo.parse import parse
+from overlap.hlo.simulate import simulate
+from overlap.trial_target import Target
+from passes import Plan, RingSchedule, Trial
+from passes.candidates import candidates
+from passes.decide import Decision
+from passes.network import Network
+from passes.pricing import pricer
+
+ONLY_PREDICTING: Final = frozenset(
+    {f"passes/{name}.py" for name in ("candidates", "decide", "pricing", "rules", "reasons", "site")}
+    | {
+        f"cost_model/{name}.py"
+        for name in (
+            "break_even",
+            "calibration",
+            "exchange",
+            "explanation",
+            "fitting",
+            "layer",
+            "layer_time",
+            "matmul",
+            "matmul_table",
+            "mesh_split",
+            "pipeline",
+            "plain_chain",
+            "ring",
+            "strategies",
+        )
+    }
+)
+"""Sources that decide which schedules there are and how they are priced, and not how a schedule is compiled
+and timed: what was compiled stays good when they change."""
+
+
+def decide(chain: Drawn) -> Decided:
+    """What ``policy="auto"`` decides: the plan of the chain's program, as ``explain`` and a call make it."""
+    _, decision = _decision(_plan(chain, "auto"))
+    if decision.ring is None or decision.estimate is None:
+        raise ValueError(f"{chain.name}: no ring is priced, {decision.reason.sentence}")
+    return Decided(
+        name=chain.name,
+        rewritten=decision.rewritten,
+        reason=str(decision.reason.code),
+        schedule=str(decision.ring.schedule),
+        original_s=decision.estimate.original_s,
+        ring_s=decision.estimate.overlapped_s,
+    )
+
+
+def predict(chain: Drawn) -> dict[str, Estimate]:
+    """Schedule → prediction of every candidate that a search would consider, the fastest first."""
+    return {str(schedule): priced for schedule, priced in candidates_of(chain).values()}
+
+
+def compile_one(chain: Drawn, schedule: str) -> Compiled:
+    """The chain as written (``ORIGINAL``) or as one ring, compiled and timed as ``policy="verify"`` does.
+
+    A ring is put into the program in the same way as one that the library chooses.
+    """
+    start = time.perf_counter()
+    found: dict[str, Any] = {}
+    try:
+        mesh, operands = mesh_of(chain.slice), operands_of(chain)
+        program = programs.manual(chains.problem(chain), mesh)
+        if schedule != ORIGINAL:
+            program = forced(chain, candidates_of(chain)[schedule][0])
+        hardware = cost_model.by_name(chain.slice.hardware)
+        compiled = verify.compiled_for(program, operands, Target(mesh, hardware))
+        module = parse(compiled.as_text())
+        timeline = simulate(module, hardware, Topology.from_devices(mesh.devices, hardware))
+        found = {
+            "seconds": timeline.total_s,
+            "compute_s": timeline.compute_s,
+            "matmul_s": measure.matmuls(module, timeline)["matmul_s"],
+            "exposed_s": timeline.exposed_s,
+            "copy_wait_s": timeline.copy_wait_s,
+            "temporary_bytes": verify.temporary_bytes(compiled),
+        }
+    except Exception as failure:  # whatever the compiler or the library raises belongs into the row
+        found = {"error": verify.one_line(failure)}
+    jax.clear_caches()
+    return Compiled(name=chain.name, schedule=schedule, **found, wall_s=time.perf_counter() - start)
+
+
+def sources() -> str:
+    """A digest of the sources that make of a schedule a compiled program and its modelled time."""
+    digest = hashlib.sha256()
+    for path in read_sources():
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def read_sources() -> Iterator[Path]:
+    """The files of that digest."""
+    top = Path(overlap.__file__ or "").parent.parent
+    for folder in ("cost_model", "passes", "overlap/hlo"):
+        for path in sorted((top / folder).glob("*.py")):
+            if path.relative_to(top).as_posix() not in ONLY_PREDICTING:
+                yield path
+    for name in (
+        "overlap/verify",
+        "bench/deciding/chains",
+        "bench/deciding/measure",
+        "bench/schedules/programs",
+    ):
+        yield top / f"{name}.py"
+
+
+@functools.cache
+def mesh_of(where: Slice) -> Mesh:
+    """Compile-only devices of a slice; made once."""
+    return measure.tpu_mesh(where)
+
+
+def operands_of(chain: Drawn) -> tuple[Any, ...]:
+    """The types of the arguments of the chain's program, sharded."""
+    return programs.operands(chains.problem(chain), mesh_of(chain.slice))
+
+
+def _plan(chain: Drawn, policy: passes.Policy, try_out: passes.TryOut | None = None) -> Plan:
+    """The plan of the chain's program, as the decorator makes it."""
+    original = programs.manual(chains.problem(chain), mesh_of(chain.slice))
+    jaxpr = original.trace(*operands_of(chain)).jaxpr
+    return passes.make_plan(jaxpr, policy, _hardware_of, try_out=try_out)
+
+
+def _hardware_of(device_kind: str | None) -> Hardware | None:
+    return None if device_kind is None else cost_model.from_device_kind(device_kind)
+
+
+def _decision(plan: Plan) -> tuple[Plan, Decision]:
+    """The program's one decision, and the plan of the jaxpr that it is in."""
+    (found,) = [(inner, decision) for inner in _plans(plan) for decision in inner.decisions]
+    return found
+
+
+def _plans(plan: Plan) -> Iterable[Plan]:
+    yield plan
+    for number in plan.bodies:
+        for body in plan.bodies_of(number):
+            yield from _plans(body)
+
+
+def candidates_of(chain: Drawn) -> dict[str, tuple[RingSchedule, Estimate]]:
+    """Name → schedule and price, the fastest first: those of a search, and the one that is decided for."""
+    inner, decision = _decision(_plan(chain, "auto"))
+    assert decision.ring is not None
+    mesh = mesh_of(chain.slice)
+    network = Network(cost_model.by_name(chain.slice.hardware), mesh, frozenset(mesh.axis_names))
+    axis = network.axis(decision.collective)
+    assert axis is not None
+    price = pricer(inner.flow, decision.ring.chain, axis)
+    every = candidates(inner.flow, decision.ring.chain, axis, thorough=True)
+    priced = [(schedule, price(schedule)) for schedule in dict.fromkeys((decision.ring.schedule, *every))]
+    priced.sort(key=lambda pair: pair[1].overlapped_s)
+    named: dict[str, tuple[RingSchedule, Estimate]] = {}
+    for schedule, estimate in priced:
+        assert str(schedule) not in named, f"two schedules are called {schedule}"
+        named[str(schedule)] = schedule, estimate
+    return named
+
+
+def forced(chain: Drawn, schedule: RingSchedule) -> Callable[..., Any]:
+    """The chain's program with a ring of this schedule, jitted."""
+    plan = _plan(chain, "verify", lambda program, schedules: Trial(schedule, 1.0, 0.5, "modelled"))
+    run = passes.rewritten(plan)
+
+    def program(*operands: Any) -> Any:
+        return tuple(run(*operands))
+
+    return jax.jit(program)
+
+
+def answer(request: str) -> Mapping[str, Any]:
+    """What a worker finds.
+
+    Args:
+      request: JSON, of ``compile`` (a chain's name) and ``schedule``; or of ``decide`` or ``predict``, the
+        names of chains. The answer to ``compile`` is a ``Compiled``, to the others one item per name.
+    """
+    asked = json.loads(request)
+    if "compile" in asked:
+        return dataclasses.asdict(compile_one(Drawn.from_name(asked["compile"]), asked["schedule"]))
+    if "decide" in asked:
+        found = [dataclasses.asdict(decide(Drawn.from_name(name))) for name in asked["decide"]]
+    else:
+        found = [
+            {
+                schedule: dataclasses.asdict(priced)
+                for schedule, priced in predict(Drawn.from_name(name)).items()
+            }
+            for name in asked["predict"]
+        ]
+    jax.clear_caches()
+    return {"found": found}
