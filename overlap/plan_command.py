@@ -118,11 +118,12 @@ def considered(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
 
     def follows(form: Form) -> bool:
         if chain.gathers:
-            return form.joined == (rule.joined and form.pieces > 1)
+            free = form.across or rule.joined is None
+            return free or form.joined == (rule.joined and form.pieces > 1)
         if form.columns > 1:
             return shims.EXPLICIT_STARTS
         if form.across:
-            return rule.across and form.chains == rule.chains
+            return (form.walks and form.chains == 1) or (rule.across and form.chains == rule.chains)
         return form.chains in (1, rule.chains)
 
     every = forms(chain, axis)
