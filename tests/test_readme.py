@@ -44,7 +44,7 @@ def summary() -> dict[str, tuple[str, str]]:
         json.loads((RESULTS / f"{name}.json").read_text())
         for name in ("programs", "matmul_model", "overhead")
     )
-    decided = [row for row in programs["rows"] if row["policy"] == "auto"]
+    decided = [row for row in programs["rows"] if row["policy"] == "auto" and row["modelled_before_s"]]
     gains = [row["modelled_before_s"] / row["modelled_after_s"] for row in decided]
     errors = [100 * chip["all"]["median"] for chip in matmuls["unseen"].values()]
     calls, rewriting = (
