@@ -212,7 +212,7 @@ def forms(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
     fitting = [
         dataclasses.replace(form, wide_wire=wide)
         for form in _all(chain, axis)
-        if form.pieces <= most and _fits(chain, form, unit)
+        if _in_flight(chain, form) <= most and _fits(chain, form, unit)
     ]
     return tuple(fitting) or (Form(wide_wire=wide),)
 
@@ -285,11 +285,15 @@ def _all(chain: PlainChain, axis: Axis) -> Iterator[Form]:
         else:
             for chains, across in itertools.product((1, 2), (False, True)):
                 yield dataclasses.replace(base, chains=chains, across=across)
-            # Hops of two chunks are in flight at once; strips of every row are not cut into chunks.
-            rows = all(dot.cut != "n" for dot in chain.dots)
-            if chain.pattern == "dot_psum" and rows and 2 * base.pieces <= MOST_PIECES:
-                for columns, across in itertools.product((2, 4, 8), (False, True)):
+            # Strips of every row are not cut into chunks.
+            if chain.pattern == "dot_psum" and all(dot.cut != "n" for dot in chain.dots):
+                for columns, across in itertools.product((2, 4, 8, 16), (False, True)):
                     yield dataclasses.replace(base, columns=columns, across=across)
+
+
+def _in_flight(chain: PlainChain, form: Form) -> int:
+    """How many hops are in flight at once: of a psum in chunks those of two chunks."""
+    return form.pieces * (2 if chain.pattern == "dot_psum" and form.columns > 1 else 1)
 
 
 def _fits(chain: PlainChain, form: Form, unit: int) -> bool:

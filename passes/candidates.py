@@ -58,7 +58,9 @@ def candidates(
         base = dataclasses.replace(base, cut_early=known.cut_early)
         found.extend(_all(flow, chain, base) if thorough else _by_rule(flow, chain, base, known))
     most = MOST_PIECES if axis.hardware.opposite_hops_overlap else 1
-    fitting = [s for s in dict.fromkeys(found) if s.pieces <= most and _fits(flow, chain, s, unit)]
+    fitting = [
+        s for s in dict.fromkeys(found) if _in_flight(chain, s) <= most and _fits(flow, chain, s, unit)
+    ]
     return tuple(fitting) or (RingSchedule(directions=1, unroll=unroll, wire=wire),)
 
 
@@ -111,8 +113,14 @@ def _makes_chunks(flow: Dataflow, chain: DotPsum, schedule: RingSchedule, unit: 
     return not size % schedule.columns and size // schedule.columns >= LEAST_COLUMN
 
 
+def _in_flight(chain: Chain, schedule: RingSchedule) -> int:
+    """How many hops are in flight at once: of a psum in chunks those of two chunks."""
+    chunks = isinstance(chain, DotPsum) and schedule.columns > 1
+    return schedule.pieces * (2 if chunks else 1)
+
+
 def _in_chunks(flow: Dataflow, chain: Chain, base: RingSchedule) -> Iterator[RingSchedule]:
-    """The pipelines of a psum. Hops of two chunks are in flight at once; each chunk's ring is unrolled.
+    """The pipelines of a psum. Each chunk's ring is unrolled.
 
     None along the last dim: shards there are strips of every row, too narrow to be placed chunk by chunk.
     None where the compiler places the starts: it puts too few of them before what could hide them, and the
@@ -120,8 +128,7 @@ def _in_chunks(flow: Dataflow, chain: Chain, base: RingSchedule) -> Iterator[Rin
     """
     if not shims.EXPLICIT_STARTS:
         return
-    in_flight = 2 * base.pieces
-    if not isinstance(chain, DotPsum) or chain.gather is not None or base.unroll or in_flight > MOST_PIECES:
+    if not isinstance(chain, DotPsum) or chain.gather is not None or base.unroll:
         return
     if chain.collective.dim == len(flow.avals[flow.ops[chain.collective.op].outputs[0]].shape) - 1:
         return
