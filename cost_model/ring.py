@@ -17,7 +17,7 @@ from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
 
-LITTLE: Final = 1 / 8
+LITTLE: Final = 1 / 16
 """Share of the room on chip that an operand of one step may take to be there, as compilers do it."""
 
 
@@ -209,10 +209,10 @@ def _beside_bytes(held_bytes: float, hardware: Hardware) -> float:
 def _whole_s(matmul: Matmul, hardware: Hardware) -> float:
     """Seconds of a whole dot. The smaller operand is fetched beforehand, beside other work, if it fits."""
     sizes = (matmul.lhs_bytes, matmul.rhs_bytes)
-    smaller = min(sizes)
-    held_bytes = smaller if smaller <= hardware.on_chip_bytes else 0.0
-    most = max(held_bytes, _beside_bytes(held_bytes, hardware))
-    lhs, rhs = (size <= most for size in sizes)
+    smaller = 0 if sizes[0] < sizes[1] else 1
+    held = sizes[smaller] <= hardware.on_chip_bytes
+    beside = _beside_bytes(sizes[smaller] if held else 0.0, hardware)
+    lhs, rhs = (size <= beside or (held and side == smaller) for side, size in enumerate(sizes))
     return matmul_s(matmul, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs)
 
 

@@ -28,7 +28,7 @@ from passes.site import Site
 
 Policy = Literal["auto", "always", "never", "verify", "autotune"] | Callable[[Site], bool]
 POLICIES = ("auto", "always", "never", "verify", "autotune")
-TRIED: Final = 4
+TRIED: Final = 6
 """Schedules of a chain, the best by cost model, that a trial compiles."""
 
 

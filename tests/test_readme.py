@@ -40,10 +40,11 @@ def test_what_it_costs_is_tabled_with_the_figures_of_the_last_run() -> None:
 
 def summary() -> dict[str, tuple[str, str]]:
     """The first table's results and their kinds, by the name of the run that they are from."""
-    programs, matmuls, overhead = (
+    programs, matmuls, overhead, gpu = (
         json.loads((RESULTS / f"{name}.json").read_text())
-        for name in ("programs", "matmul_model", "overhead")
+        for name in ("programs", "matmul_model", "overhead", "gpu_schedules")
     )
+    (auto,) = (means for means in gpu["summary"]["means"] if means["version"] == "auto")
     decided = [row for row in programs["rows"] if row["policy"] == "auto" and row["modelled_before_s"]]
     gains = [row["modelled_before_s"] / row["modelled_after_s"] for row in decided]
     errors = [100 * chip["all"]["median"] for chip in matmuls["unseen"].values()]
@@ -53,6 +54,7 @@ def summary() -> dict[str, tuple[str, str]]:
     )
     return {
         "programs": (f"×{min(gains):.2f} to ×{max(gains):.2f} in {len(gains)} programs", "modelled"),
+        "gpu_schedules": (f"×{auto['over_original']:.2f} in {auto['rows']} rows", "modelled"),
         "matmul_model": (
             f"median error {min(errors):.1f} % to {max(errors):.1f} % on {len(errors)} chips",
             "modelled",
@@ -62,7 +64,7 @@ def summary() -> dict[str, tuple[str, str]]:
     }
 
 
-@pytest.mark.parametrize("name", ["programs", "matmul_model", "call", "rewriting"])
+@pytest.mark.parametrize("name", ["programs", "gpu_schedules", "matmul_model", "call", "rewriting"])
 def test_the_first_table_sums_up_the_last_runs_and_says_of_which_kind_they_are(name: str) -> None:
     result, kind = summary()[name]
     assert [row[2] for row in TABLED if len(row) == 4 and row[1] == result] == [kind]

@@ -141,7 +141,7 @@ def test_an_estimate_adds_up() -> None:
 def test_one_step_of_a_communication_bound_ring_is_exposed() -> None:
     work = _gather(8192, 8192, 256, 16)
     priced = estimate(work, Axis(_V5P, 16))
-    # The weights of 4 MiB are on chip, and the shard of 8 MiB is more than an eighth of what is left.
+    # The weights of 4 MiB are on chip, and the shard of 8 MiB is too large to be there too.
     first_s = matmul_s(work.piece[0], _V5P, rhs_on_chip=True)
     assert priced.overlapped_s == pytest.approx(priced.hops_s + first_s)
 
@@ -279,7 +279,7 @@ def test_accumulators_of_pieces_must_fit_on_the_chip_together() -> None:
 def test_what_every_dot_shares_is_on_the_chip_if_it_fits() -> None:
     fitting = dataclasses.replace(_PLAIN, on_chip_bytes=2e6)
     too_small = dataclasses.replace(_PLAIN, on_chip_bytes=2e6 - 1)
-    roomy = dataclasses.replace(_PLAIN, on_chip_bytes=2e6 + 8 * 2e6)
+    roomy = dataclasses.replace(_PLAIN, on_chip_bytes=2e6 + 16 * 2e6)
     assert estimate(_work(), Axis(fitting, 4)).partials_s == pytest.approx(4 * (4e-3 + 1e-6))
     assert estimate(_work(), Axis(too_small, 4)).partials_s == pytest.approx(4 * _M_S)
     # What arrives is there too if it takes little of the room that is left: an eighth.
@@ -346,8 +346,8 @@ def test_pieces_are_priced_as_they_are_given() -> None:
         for piece in (Matmul(m=256, k=8192, n=16384), Matmul(m=512, k=8192, n=8192))
     )
     whole = dataclasses.replace(rows, piece=(Matmul(m=512, k=8192, n=16384),))
-    # The weights are too large for the chip, the shards are not.
-    piece_s = matmul_s(rows.piece[0], _V5P, lhs_on_chip=True)
+    # The weights are too large for the chip, and the shards are not small.
+    piece_s = matmul_s(rows.piece[0], _V5P)
     assert estimate(rows, axis).partials_s == pytest.approx(2 * 16 * piece_s)
     assert estimate(columns, axis).partials_s > 0
     assert estimate(whole, axis).partials_s > 1.5 * estimate(rows, axis).partials_s
