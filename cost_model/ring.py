@@ -130,10 +130,10 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
 
     since a gather ring adds its own partial sums, beside the hop, and an accumulator must be added to before
     it is sent on; if the dot itself adds to it, its hop runs beside the dots of the other pieces only.
-    Copying the gathered shards into place, or the pieces of one next to each other, reads and writes each
-    once. An operand that every partial dot shares is found on chip, if it fits there. Partial sums are read
-    and written by every dot that adds to them, unless those of a gather stay on chip; sums that travel never
-    do.
+    Copying the gathered shards into place reads and writes each once, and so does joining the pieces of a
+    step, and taking the rows of its results apart again. An operand that every partial dot shares is found on
+    chip, if it fits there. Partial sums are read and written by every dot that adds to them, unless those of
+    a gather stay on chip; sums that travel never do.
 
     Where the hardware does not overlap, hops and partial dots take turns, and a hop carries no less than the
     original collective did: a narrower wire is not an effect of the ring, and shared memory does not reward
@@ -142,8 +142,10 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
     hardware = axis.hardware
     hops = axis.size - 1
     dots = 1 if work.joined else work.pieces
-    copies = work.hands_out_gathered + work.joined
-    copy_s = 2 * copies * work.shard_bytes / work.columns / hardware.hbm_bytes_per_s
+    copied_bytes = (work.hands_out_gathered + work.joined) * work.shard_bytes / work.columns
+    if work.joined:
+        copied_bytes += _placed_bytes(work)
+    copy_s = 2 * copied_bytes / hardware.hbm_bytes_per_s
     near = _near(work, hardware)
     first_s = dots * _pieces_s(work, near, hardware, adds=False) + copy_s
     partial_s = dots * _pieces_s(work, near, hardware, adds=True) + copy_s
@@ -175,6 +177,12 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
         hop_latency_s=work.columns * hops * latency_s,
         overlapped_s=work.columns * (first_s + hops * step_s),
     )
+
+
+def _placed_bytes(work: RingWork) -> float:
+    """Bytes of the results of one step's dots that are not added up, but put where they belong."""
+    placed = (p for p, whole in zip(work.piece, work.matmuls, strict=True) if p.k == whole.k)
+    return sum(p.batch * p.m * p.n * dtype_bytes(p.out_dtype or p.dtype) for p in placed)
 
 
 Near = tuple[bool, bool]

@@ -34,7 +34,7 @@ class Rule:
 _RUN: Final = "bench/results/tpu_schedules.md"
 
 EXPLICIT: Final[dict[tuple[str, Pattern], Rule]] = {
-    ("tpu_v4", "gather"): Rule(_RUN),
+    ("tpu_v4", "gather"): Rule(_RUN, joined=False),
     ("tpu_v4", "scatter"): Rule(_RUN, chains=2),
     ("tpu_v5e", "gather"): Rule(_RUN),
     ("tpu_v5e", "scatter"): Rule(_RUN, chains=2, across=True, cut_early=True),
