@@ -124,7 +124,7 @@ def _followers(
 def _fewest_bytes(flow: Dataflow, made: Iterable[int], blocks: list[BlockOp]) -> list[BlockOp]:
     """The beginning of the operations after which the fewest bytes are needed outside; of equals the longest.
 
-    None where every operation adds to what has to be written, as when all it reads is needed elsewhere too.
+    None of them where each adds to what has to be written, as when all that it reads is needed elsewhere too.
     """
     left = {value: len(flow.users[value]) for value in made}
     total = fewest = sum(_bytes(flow, value) for value, users in left.items() if users)
