@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -25,9 +24,8 @@ from typing import Final
 
 from bench.deciding import chains, judgement, measure, plot, tables
 from bench.deciding.run import Study
+from bench.schedules import command, workers
 from bench.schedules import run as schedules_run
-from bench.schedules import workers
-from bench.schedules.run import RESULTS, ROOT
 from overlap import tpu_target
 
 NAME: Final = "decisions"
@@ -67,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     by_name = {each.name: each for each in decided}
     rows = study.rows(sample, by_name, options.candidates)
     print(f"\n{tables.goals(rows)}\n\n{tables.scores(rows)}\n\n{tables.errors(rows)}\n\n{tables.wrong(rows)}")
-    if (folder := options.output or (None if options.rows else RESULTS)) is not None:
+    if (folder := command.folder(options)) is not None:
         page = tables.document(drawn, decided, rows, made_with, seed=options.seed, most=options.candidates)
         data = tables.content(drawn, decided, rows, made_with, seed=options.seed, most=options.candidates)
         schedules_run.write(folder, NAME, page, data)
@@ -78,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    made = command.parser(__doc__, "chains")
     made.add_argument("--draws", type=_count, metavar="N", default=DRAWS, help=f"chains per chip ({DRAWS})")
     made.add_argument("--seed", type=int, default=chains.SEED, help=f"of the draws ({chains.SEED})")
     made.add_argument(
@@ -91,17 +89,9 @@ def parser() -> argparse.ArgumentParser:
         default=CANDIDATES,
         help=f"rings compiled of each, by prediction ({CANDIDATES}); 0: all",
     )
-    made.add_argument("--rows", metavar="REGEX", help="only chains whose name matches somewhere")
-    made.add_argument("--list", action="store_true", help="only print the names of the sample")
-    made.add_argument("--jobs", type=int, metavar="N", default=min(2, os.cpu_count() or 1), help="processes")
-    made.add_argument("--resume", type=Path, metavar="FILE", help="programs compiled, one JSON object a line")
     made.add_argument(
         "--decisions", type=Path, metavar="FILE", help="write every decision there, one JSON object a line"
     )
-    made.add_argument(
-        "--output", type=Path, metavar="FOLDER", help=f"default {RESULTS.relative_to(ROOT)}; with --rows none"
-    )
-    made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return made
 
 

@@ -35,18 +35,10 @@ NOTES: Final = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compiles, prints, writes; the exit status is 1 where a demand is not met, 2 without the plugin."""
-    options = command.parser(__doc__).parse_args(argv)
+    options = command.grid_parser(__doc__).parse_args(argv)
     cases = command.chosen(grid.gpu_cases(), options.rows)
-    if options.list:
-        print("\n".join(case.name for case in cases))
-        return 0
-    if importlib.util.find_spec(PLUGIN) is None:
-        said = "jax's CUDA plugin is not installed; `make bench-gpu` makes an environment that has it"
-        print(f"{NAME}: {said}", file=sys.stderr)
-        return 2
-    if not cases:
-        print(f"{NAME}: no row matches {options.rows!r}; --list names them all", file=sys.stderr)
-        return 2
+    if (status := command.nothing_to_measure(NAME, cases, options, _missing)) is not None:
+        return status
     verify = not options.no_verify
     if options.worker:
         run.work(cases, _mesh, verify=verify)
@@ -73,6 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.write(folder, NAME, page, {**content, "not_met": broken})
         print(f"\nWritten: {folder / NAME}.md and .json")
     return 1 if broken else 0
+
+
+def _missing() -> str | None:
+    if importlib.util.find_spec(PLUGIN) is not None:
+        return None
+    return "jax's CUDA plugin is not installed; `make bench-gpu` makes an environment that has it"
 
 
 def demands(row: Row) -> list[tuple[str, str]]:

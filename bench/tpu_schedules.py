@@ -25,17 +25,10 @@ TITLE: Final = "Schedules by the TPU compiler"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints, writes; the exit status is 1 where a figure is missed, 2 without libtpu."""
-    options = command.parser(__doc__).parse_args(argv)
+    options = command.grid_parser(__doc__).parse_args(argv)
     cases = command.chosen(grid.tpu_cases(), options.rows)
-    if options.list:
-        print("\n".join(case.name for case in cases))
-        return 0
-    if (missing := tpu_target.missing()) is not None:
-        print(f"{NAME}: {missing}", file=sys.stderr)
-        return 2
-    if not cases:
-        print(f"{NAME}: no row matches {options.rows!r}; --list names them all", file=sys.stderr)
-        return 2
+    if (status := command.nothing_to_measure(NAME, cases, options, tpu_target.missing)) is not None:
+        return status
     verify = not options.no_verify
     if options.worker:
         run.work(cases, measure.tpu_mesh, verify=verify)

@@ -45,8 +45,7 @@ class Matmul:
     @property
     def bytes(self) -> float:
         """Bytes of both operands, read once, and of the result, written once."""
-        operands = (self.m * self.k + self.k * self.n) * dtype_bytes(self.dtype)
-        return self.batch * (operands + self.m * self.n * dtype_bytes(self.out_dtype or self.dtype))
+        return self.lhs_bytes + self.rhs_bytes + self.result_bytes
 
     @property
     def lhs_bytes(self) -> float:
@@ -57,6 +56,11 @@ class Matmul:
     def rhs_bytes(self) -> float:
         """Bytes of the right operand."""
         return self.batch * self.k * self.n * dtype_bytes(self.dtype)
+
+    @property
+    def result_bytes(self) -> float:
+        """Bytes of the result."""
+        return self.batch * self.m * self.n * dtype_bytes(self.out_dtype or self.dtype)
 
     def stationary(self, whole: "Matmul") -> Literal["lhs", "rhs"] | None:
         """The operand this piece of `whole` shares with the others; None if each has its own."""
@@ -169,17 +173,13 @@ def _table_s(
 
 def _near_bytes(matmul: Matmul, lhs: bool, rhs: bool, result: bool) -> float:
     """Bytes of what lies on the chip."""
-    width = dtype_bytes(matmul.dtype)
-    out_width = dtype_bytes(matmul.out_dtype or matmul.dtype)
-    elements = lhs * matmul.m * matmul.k * width + rhs * matmul.k * matmul.n * width
-    return matmul.batch * (elements + result * matmul.m * matmul.n * out_width)
+    return lhs * matmul.lhs_bytes + rhs * matmul.rhs_bytes + result * matmul.result_bytes
 
 
 def _resident(matmul: Matmul, on_chip_bytes: float, lhs: bool, rhs: bool) -> tuple[bool, bool]:
     """Whether left and right operand lie on the chip, if they are so many bytes of those not said to."""
-    width = dtype_bytes(matmul.dtype) * matmul.batch * matmul.k
-    lhs_bytes = 0.0 if lhs else width * matmul.m
-    rhs_bytes = 0.0 if rhs else width * matmul.n
+    lhs_bytes = 0.0 if lhs else matmul.lhs_bytes
+    rhs_bytes = 0.0 if rhs else matmul.rhs_bytes
     if lhs_bytes + rhs_bytes <= on_chip_bytes:
         return True, True
     larger_is_lhs = lhs_bytes > rhs_bytes

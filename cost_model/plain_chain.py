@@ -27,6 +27,9 @@ MOST_PIECES: Final = 4
 LEAST_GAIN: Final = 0.05
 """Part of the original time that a ring must be predicted to gain: predictions are no better than that."""
 
+COLUMNS: Final = (1, 2, 4, 8, 16)
+"""Into how many columns a gather on a contracting dim may be cut, and a psum into chunks."""
+
 LEAST_COLUMN: Final = 256
 """Elements below which a column makes a matmul too narrow for the matrix unit."""
 
@@ -112,6 +115,17 @@ class PlainChain:
         return math.gcd(*(getattr(dot.matmul, dot.cut) // axis_size for dot in self.dots))
 
 
+def cut_in_words(chains: int, columns: int, *, across: bool, joined: bool) -> list[str]:
+    """How a ring's blocks are cut, as forms and schedules say it; nothing where they are not."""
+    said = {
+        f"{chains} chains": chains > 1,
+        f"{columns} columns": columns > 1,
+        "cut across": across,
+        "joined": joined,
+    }
+    return [words for words, so in said.items() if so]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
     """How the rings run: the part of a ring schedule that has a price. See `RingWork` for the fields."""
@@ -134,14 +148,7 @@ class Form:
         words = ["unidirectional" if self.directions == 1 else "bidirectional"]
         if self.rings > 1:
             words.append(f"{self.rings} {'walks' if self.walks else 'rings'}")
-        if self.chains > 1:
-            words.append(f"{self.chains} chains")
-        if self.columns > 1:
-            words.append(f"{self.columns} columns")
-        if self.across:
-            words.append("cut across")
-        if self.joined:
-            words.append("joined")
+        words += cut_in_words(self.chains, self.columns, across=self.across, joined=self.joined)
         if self.wide_wire:
             words.append("float32 wire")
         return ", ".join(words)
@@ -278,7 +285,7 @@ def _all(chain: PlainChain, axis: Axis) -> Iterator[Form]:
         bases.append(Form(rings=len(axis.walks), walks=True))
     for base in bases:
         if chain.gathers:
-            for columns, joined in itertools.product((1, 2, 4, 8, 16), (False, True)):
+            for columns, joined in itertools.product(COLUMNS, (False, True)):
                 yield dataclasses.replace(base, columns=columns, joined=joined)
                 if not joined:
                     yield dataclasses.replace(base, columns=columns, across=True)
@@ -287,7 +294,7 @@ def _all(chain: PlainChain, axis: Axis) -> Iterator[Form]:
                 yield dataclasses.replace(base, chains=chains, across=across)
             # Strips of every row are not cut into chunks.
             if chain.pattern == "dot_psum" and all(dot.cut != "n" for dot in chain.dots):
-                for columns, across in itertools.product((2, 4, 8, 16), (False, True)):
+                for columns, across in itertools.product(COLUMNS[1:], (False, True)):
                     yield dataclasses.replace(base, columns=columns, across=across)
 
 

@@ -181,8 +181,8 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
 
 def _placed_bytes(work: RingWork) -> float:
     """Bytes of the results of one step's dots that are not added up, but put where they belong."""
-    placed = (p for p, whole in zip(work.piece, work.matmuls, strict=True) if p.k == whole.k)
-    return sum(p.batch * p.m * p.n * dtype_bytes(p.out_dtype or p.dtype) for p in placed)
+    pairs = zip(work.piece, work.matmuls, strict=True)
+    return sum(piece.result_bytes for piece, whole in pairs if piece.k == whole.k)
 
 
 Near = tuple[bool, bool]

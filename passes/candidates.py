@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 from cost_model import Axis
-from cost_model.plain_chain import LEAST_COLUMN, MOST_PIECES
+from cost_model.plain_chain import COLUMNS, LEAST_COLUMN, MOST_PIECES
 from passes import shims
 from passes.chains import AllGatherDot, Chain, DotPsum
 from passes.graph import Dataflow
@@ -20,9 +20,6 @@ LONGEST_UNROLLED: Final = 24
 
 UNROLL: Final = 4
 """Steps per iteration of a rolled ring."""
-
-COLUMNS: Final = (1, 2, 4, 8, 16)
-"""Into how many columns a gather on a contracting dim may be cut, and a psum into chunks."""
 
 EXCHANGE: Final = RingSchedule(directions=1, route="exchange")
 
@@ -148,10 +145,11 @@ def _columns(flow: Dataflow, chain: Chain) -> tuple[int, ...]:
 def _by_rule(flow: Dataflow, chain: Chain, base: RingSchedule, known: Rule) -> Iterator[RingSchedule]:
     if isinstance(chain, AllGatherDot):
         joins = (False, True) if known.joined is None else (known.joined and base.pieces > 1,)
+        has_strips = across(flow, chain) is not None
         for columns in _columns(flow, chain):
             for joined in joins:
                 yield dataclasses.replace(base, columns=columns, joined=joined)
-            if across(flow, chain) is not None:
+            if has_strips:
                 yield dataclasses.replace(base, columns=columns, across=True)
     else:
         yield dataclasses.replace(base, chains=known.chains, across=known.across)
@@ -167,9 +165,10 @@ def _by_rule(flow: Dataflow, chain: Chain, base: RingSchedule, known: Rule) -> I
 
 def _all(flow: Dataflow, chain: Chain, base: RingSchedule) -> Iterator[RingSchedule]:
     if isinstance(chain, AllGatherDot):
+        has_strips = across(flow, chain) is not None
         for columns, joined in itertools.product(_columns(flow, chain), (False, True)):
             yield dataclasses.replace(base, columns=columns, joined=joined)
-            if not joined and across(flow, chain) is not None:
+            if has_strips and not joined:
                 yield dataclasses.replace(base, columns=columns, across=True)
     else:
         for chains, cut in itertools.product((1, 2), (False, True)):

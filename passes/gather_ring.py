@@ -14,16 +14,7 @@ import numpy as np
 from jax import lax
 
 from passes import shims
-from passes.block_eval import (
-    Joined,
-    Piece,
-    Read,
-    accumulator_dtype,
-    as_varying,
-    blank,
-    run_on_piece,
-    tie,
-)
+from passes.block_eval import Joined, Piece, Read, accumulator_dtype, as_varying, blank, run_on_piece, tie
 from passes.chains import AllGatherDot, ShardReduction
 from passes.collective import Collective
 from passes.graph import Dataflow

@@ -9,6 +9,7 @@ from fractions import Fraction
 from typing import Final, Literal
 
 from cost_model import Walk
+from cost_model.plain_chain import cut_in_words
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum
 from passes.dots import DotDims, dot_dims
 from passes.graph import Dataflow
@@ -79,14 +80,7 @@ class RingSchedule:
         if self.route == "exchange":
             return "exchange"
         words = ["unidirectional" if self.directions == 1 else "bidirectional"]
-        if self.chains > 1:
-            words.append(f"{self.chains} chains")
-        if self.columns > 1:
-            words.append(f"{self.columns} columns")
-        if self.across:
-            words.append("cut across")
-        if self.joined:
-            words.append("joined")
+        words += cut_in_words(self.chains, self.columns, across=self.across, joined=self.joined)
         if self.cut_early:
             words.append("cut early")
         if self.wire == "operand":

@@ -16,10 +16,9 @@ from hypothesis import given
 from jax import lax
 
 from cost_model import Axis, Topology, by_name, names
-from cost_model.plain_chain import LEAST_COLUMN, MOST_PIECES
+from cost_model.plain_chain import COLUMNS, LEAST_COLUMN, MOST_PIECES
 from passes import rules, shims
 from passes.candidates import (
-    COLUMNS,
     EXCHANGE,
     LONGEST_UNROLLED,
     UNROLL,
