@@ -15,10 +15,12 @@ from typing import Final, Literal
 
 from cost_model.axis import Axis
 from cost_model.explanation import explain
+from cost_model.hardware import Hardware
 from cost_model.plain_chain import Form, PlainChain, pays
 from cost_model.ring import Estimate
 
 Variable = Literal["tokens", "axis_size", "bandwidth"]
+HowOften = Literal["always", "never", "sometimes"]
 
 AXIS_SIZES: Final = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 LARGEST: Final = 2**20
@@ -49,18 +51,19 @@ class BreakEven:
       here: the value as given.
       points: (value, the best form's price), in ascending order; it pays as `plain_chain.pays` has it.
       crossings: where that changes.
+      pays: in how much of what was looked at rewriting pays.
     """
 
     variable: Variable
     here: float
     points: tuple[tuple[float, Estimate], ...]
     crossings: tuple[Crossing, ...]
+    pays: HowOften
 
     @property
-    def pays(self) -> Literal["always", "never", "sometimes"]:
-        """In how much of what was looked at rewriting pays."""
-        gains = {pays(estimate) for _, estimate in self.points}
-        return "sometimes" if len(gains) > 1 else "always" if True in gains else "never"
+    def pays_at_first(self) -> bool:
+        """Whether rewriting pays at the least value that was looked at."""
+        return not self.crossings[0].pays_above if self.crossings else self.pays == "always"
 
 
 Forms = Callable[[PlainChain, Axis], Sequence[Form]]
@@ -95,6 +98,7 @@ def break_evens(
             m / shares,
             _grid(1, LARGEST, m / shares),
             lambda tokens: priced(chain_for(max(1, round(tokens)) * shares), axis),
+            axis.hardware,
             whole=True,
         )
     ]
@@ -106,7 +110,9 @@ def break_evens(
             else (float(size), priced(chain_for(m), axis))
             for size in sizes
         ]
-        found.append(BreakEven("axis_size", axis.size, tuple(points), _steps(points)))
+        found.append(
+            _break_even("axis_size", axis.size, points, _steps(points, axis.hardware), axis.hardware)
+        )
     speed = axis.hardware.axis_bytes_per_s
     found.append(
         _scanned(
@@ -114,6 +120,7 @@ def break_evens(
             speed,
             _grid(speed / 256, speed * 256, speed),
             lambda value: priced(chain_for(m), _faster(axis, value / speed)),
+            axis.hardware,
             whole=False,
         )
     )
@@ -125,6 +132,7 @@ def _scanned(
     here: float,
     grid: Sequence[float],
     estimate: Callable[[float], Estimate],
+    hardware: Hardware,
     *,
     whole: bool,
 ) -> BreakEven:
@@ -132,26 +140,39 @@ def _scanned(
     points = [(value, estimate(value)) for value in grid]
     crossings = []
     for (low, before), (high, after) in itertools.pairwise(points):
-        if pays(before) == pays(after):
+        pays_above = pays(after, hardware)
+        if pays(before, hardware) == pays_above:
             continue
-        pays_above = pays(after)
         while (high - low > 1) if whole else (high / low > 1.001):
             middle = (low + high) // 2 if whole else math.sqrt(low * high)
-            if pays(estimate(middle)) == pays_above:
+            if pays(estimate(middle), hardware) == pays_above:
                 high = middle
             else:
                 low = middle
         crossings.append(Crossing(high, pays_above))
-    return BreakEven(variable, here, tuple(points), tuple(crossings))
+    return _break_even(variable, here, points, crossings, hardware)
 
 
-def _steps(points: Sequence[tuple[float, Estimate]]) -> tuple[Crossing, ...]:
+def _break_even(
+    variable: Variable,
+    here: float,
+    points: Sequence[tuple[float, Estimate]],
+    crossings: Sequence[Crossing],
+    hardware: Hardware,
+) -> BreakEven:
+    """What a scan comes to."""
+    gains = {pays(estimate, hardware) for _, estimate in points}
+    how_much: HowOften = "sometimes" if len(gains) > 1 else "always" if True in gains else "never"
+    return BreakEven(variable, here, tuple(points), tuple(crossings), how_much)
+
+
+def _steps(points: Sequence[tuple[float, Estimate]], hardware: Hardware) -> list[Crossing]:
     """Crossings of a scan whose points are all there is."""
-    return tuple(
-        Crossing(value, pays(after))
+    return [
+        Crossing(value, pays(after, hardware))
         for (_, before), (value, after) in itertools.pairwise(points)
-        if pays(before) != pays(after)
-    )
+        if pays(before, hardware) != pays(after, hardware)
+    ]
 
 
 def _grid(low: float, high: float, here: float) -> list[float]:

@@ -138,7 +138,7 @@ class Explanation:
     @property
     def pays(self) -> bool:
         """Whether the best form gains more than a prediction may be off: see `plain_chain.pays`."""
-        return pays(self.best.estimate)
+        return pays(self.best.estimate, self.axis.hardware)
 
     def __str__(self) -> str:
         """Every term in words and numbers."""

@@ -4,12 +4,15 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from cost_model.dtypes import parse_dtype
 
 SCHEMA = 1
 """Version of the JSON form of `Hardware`."""
+
+LEAST_GAIN: Final = 0.05
+"""`Hardware.least_gain` where nothing is known of the errors of predictions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,8 @@ class Hardware:
       dcn_bytes_per_s: a device's share of the network between slices or hosts (DCN, NIC), one way.
         0: unknown.
       dcn_latency_s: the least time a message through that network takes.
+      least_gain: the part of the original time that a ring must be predicted to gain: what predictions for
+        this device may be off.
 
     Raises:
       ValueError: a rate, time or count is not a positive finite number, or `network` is unknown.
@@ -69,6 +74,7 @@ class Hardware:
     clock_hz: float = 0.0
     dcn_bytes_per_s: float = 0.0
     dcn_latency_s: float = 0.0
+    least_gain: float = LEAST_GAIN
 
     def __post_init__(self) -> None:
         positive = {
@@ -94,6 +100,10 @@ class Hardware:
                 raise ValueError(
                     f"hardware {self.name!r}: {field} must be finite and not negative, got {value!r}"
                 )
+        if not 0 <= self.least_gain < 1:
+            raise ValueError(
+                f"hardware {self.name!r}: least_gain must be at least 0 and below 1, got {self.least_gain!r}"
+            )
         if self.matmul_efficiency > 1:
             raise ValueError(
                 f"hardware {self.name!r}: matmul_efficiency must be at most 1, got {self.matmul_efficiency!r}"

@@ -101,7 +101,7 @@ def pass_time(
             continue
         form, priced = (price or fresh)(chain, move.axis)
         seconds.append(priced.collective_s)
-        if pays(priced):
+        if pays(priced, axes[move.axis].hardware):
             rings.append((priced.benefit_s, -number, form))
     taken: set[str] = set()
     saved: dict[int, tuple[float, str]] = {}

@@ -13,6 +13,7 @@ from typing import Final, Literal, get_args
 from cost_model.axis import Axis, Directions
 from cost_model.dtypes import dtype_bytes, parse_dtype
 from cost_model.exchange import exchange_estimate
+from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
 from cost_model.pipeline import pipeline_estimate
 from cost_model.ring import Estimate, RingWork, estimate
@@ -23,9 +24,6 @@ Dim = Literal["batch", "m", "k", "n"]
 
 MOST_PIECES: Final = 4
 """With more hops in flight at once the TPU compiler gives up; the GPU compiler with more than one."""
-
-LEAST_GAIN: Final = 0.05
-"""Part of the original time that a ring must be predicted to gain: predictions are no better than that."""
 
 COLUMNS: Final = (1, 2, 4, 8, 16)
 """Into how many columns a gather on a contracting dim may be cut, and a psum into chunks."""
@@ -266,9 +264,9 @@ def gather_after(chain: PlainChain, axis: Axis) -> Estimate:
     )
 
 
-def pays(priced: Estimate) -> bool:
-    """Whether rings gain more than a prediction may be off: `LEAST_GAIN` of the time as written."""
-    return priced.original_s > 0 and priced.benefit_s / priced.original_s >= LEAST_GAIN
+def pays(priced: Estimate, hardware: Hardware) -> bool:
+    """Whether rings gain more than a prediction may be off: `least_gain` of the time as written."""
+    return priced.original_s > 0 and priced.benefit_s / priced.original_s >= hardware.least_gain
 
 
 def best(chain: PlainChain, axis: Axis, among: tuple[Form, ...] | None = None) -> tuple[Form, Estimate]:

@@ -14,7 +14,7 @@ from cost_model import Axis, Hardware, Topology
 from cost_model.break_even import BreakEven, break_evens
 from cost_model.calibration import hardware_of
 from cost_model.explanation import explain
-from cost_model.plain_chain import PATTERNS, Form, PlainChain, chain_of, forms, pays
+from cost_model.plain_chain import PATTERNS, Form, PlainChain, chain_of, forms
 from overlap import tpu_slice
 from passes import rules, shims
 
@@ -138,7 +138,7 @@ def sentence(found: BreakEven) -> str:
     if found.pays != "sometimes":
         return f"{what}, here {here}: {found.pays} pays between {low} and {high}"
     parts = []
-    start: str | None = low if pays(found.points[0][1]) else None
+    start: str | None = low if found.pays_at_first else None
     for crossing in found.crossings:
         at = _named(found, crossing.at)[1]
         if crossing.pays_above:

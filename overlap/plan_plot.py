@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from cost_model.break_even import BreakEven
-from cost_model.plain_chain import pays
 from overlap.units import digits, scale_of
 
 WRITTEN, RINGS, PAYS = "#b45309", "#1d4ed8", "#dbeafe"
@@ -91,7 +90,7 @@ def _panel(panel: Any, found: BreakEven) -> None:
 def _paying(found: BreakEven) -> list[tuple[float, float]]:
     """The ranges in which rewriting pays."""
     edges = [found.points[0][0], *(crossing.at for crossing in found.crossings), found.points[-1][0]]
-    paying = pays(found.points[0][1])
+    paying = found.pays_at_first
     ranges = []
     for low, high in itertools.pairwise(edges):
         if paying:

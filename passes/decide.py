@@ -9,8 +9,8 @@ from typing import Final, Literal
 
 import networkx as nx
 
-from cost_model import Axis, Estimate
-from cost_model.plain_chain import LEAST_GAIN as LEAST_GAIN
+from cost_model import Axis, Estimate, Hardware
+from cost_model.plain_chain import pays
 from passes.candidates import candidates
 from passes.chains import AllGatherDot, Chain, Lone, ShardReduction, reductions
 from passes.collective import Collective
@@ -129,7 +129,7 @@ def decide(
             if policy in ("verify", "autotune") and not invariant:
                 decision = _tried(flow, proposal, network, try_out)
             else:
-                decision = _judge(proposal, policy, describe, invariant)
+                decision = _judge(proposal, policy, describe, network.hardware, invariant)
         if decision.rewritten:
             taken.update(_dots(decision))
         decided[decision.collective.op] = decision
@@ -208,10 +208,16 @@ def _taken(flow: Dataflow, proposal: Decision, taken: set[int]) -> Reason:
     return Reason(Code.DOT_TAKEN, where)
 
 
-def _judge(proposal: Decision, policy: Policy, describe: Describe, loop_invariant: bool) -> Decision:
+def _judge(
+    proposal: Decision,
+    policy: Policy,
+    describe: Describe,
+    hardware: Hardware | None,
+    loop_invariant: bool = False,
+) -> Decision:
     if loop_invariant and policy in ("auto", "verify", "autotune"):
         return dataclasses.replace(proposal, reason=Reason(Code.LOOP_INVARIANT))
-    code, rewritten = _verdict(proposal, policy, describe)
+    code, rewritten = _verdict(proposal, policy, describe, hardware)
     detail = "Its operand is the same in every iteration of the loop." if loop_invariant else ""
     if code is Code.NOT_PROFITABLE and _gain(proposal) > 0:
         detail = f"It would gain {_gain(proposal):.1%}, less than a prediction may be off."
@@ -225,14 +231,14 @@ def _tried(flow: Dataflow, proposal: Decision, network: Network, try_out: TryOut
     chain = proposal.ring.chain
     program = None if try_out is None or axis is None else excerpt(flow, chain, network)
     if try_out is None or axis is None or program is None:
-        return _judge(proposal, "auto", lambda decision: _never_asked(decision), False)
+        return _judge(proposal, "auto", _never_asked, network.hardware)
     price = pricer(flow, chain, axis)
     schedules = sorted(
         candidates(flow, chain, axis, thorough=True), key=lambda schedule: price(schedule).overlapped_s
     )
     trial = try_out(program, tuple(schedules[:TRIED]))
     if trial is None:
-        return _judge(proposal, "auto", lambda decision: _never_asked(decision), False)
+        return _judge(proposal, "auto", _never_asked, network.hardware)
     detail = f"{trial.kind.capitalize()}: {trial.original_s * 1e6:.0f} µs as written, "
     best = (
         "no ring could be run"
@@ -255,17 +261,19 @@ def _never_asked(decision: Decision) -> Site:
     raise AssertionError(f"the cost model alone decides on {decision}")
 
 
-def _verdict(proposal: Decision, policy: Policy, describe: Describe) -> tuple[Code, bool]:
+def _verdict(
+    proposal: Decision, policy: Policy, describe: Describe, hardware: Hardware | None
+) -> tuple[Code, bool]:
     if policy == "never":
         return Code.POLICY_NEVER, False
     if policy == "always":
         return Code.POLICY_ALWAYS, True
-    if proposal.estimate is None and not callable(policy):
-        return Code.UNKNOWN_HARDWARE, False
     if callable(policy):
         accepted = policy(describe(proposal))
         return (Code.POLICY_ACCEPTED, True) if accepted else (Code.POLICY_DECLINED, False)
-    if _gain(proposal) >= LEAST_GAIN:
+    if proposal.estimate is None or hardware is None:
+        return Code.UNKNOWN_HARDWARE, False
+    if pays(proposal.estimate, hardware):
         return Code.PROFITABLE, True
     return Code.NOT_PROFITABLE, False
 

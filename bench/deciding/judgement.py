@@ -24,7 +24,7 @@ from typing import Any, Final
 import numpy as np
 
 from bench.deciding.rows import Decided, Row
-from cost_model.plain_chain import LEAST_GAIN
+from cost_model.hardware import LEAST_GAIN
 
 RIGHT: Final = 0.97
 REGRET: Final = 0.02

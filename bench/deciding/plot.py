@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from bench.deciding.judgement import RING_ERROR, grouped, judged
 from bench.deciding.rows import Row
-from cost_model.plain_chain import LEAST_GAIN
+from cost_model.hardware import LEAST_GAIN
 
 COLOURS: Final = ("#4393c3", "#e08214", "#1b7837", "#9970ab", "#b2182b")
 """Of the chips, in their order."""

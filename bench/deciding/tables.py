@@ -11,7 +11,7 @@ from bench.deciding.chains import Drawn
 from bench.deciding.judgement import RIGHT, RING_ERROR, Score, Spread, score
 from bench.deciding.rows import Decided, Row
 from bench.schedules.tables import micro, table
-from cost_model.plain_chain import LEAST_GAIN
+from cost_model.hardware import LEAST_GAIN
 
 NOTES: Final = (
     "All times are modelled: predictions are the cost model's, and compiled times are the real TPU "

@@ -15,14 +15,14 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from cost_model import Axis, by_name, plain_chain
+from cost_model import Axis, by_name
 from cost_model.calibration import Calibration
 from cost_model.explanation import explain
+from cost_model.hardware import LEAST_GAIN
 from cost_model.plain_chain import Form, PlainChain, chain_of, forms, price
 from overlap import __main__, overlap_collectives
 from overlap.plan_command import considered
 from passes.candidates import candidates
-from passes.decide import LEAST_GAIN
 from passes.pricing import pricer
 from passes.schedule import RingSchedule
 from tests.passes import bodies
@@ -152,9 +152,6 @@ class TestTheSameAsThePass:
         assert here == set(on_pass) or options["pattern"] in ("all_to_all_dot", "dot_all_to_all")
         for form, priced in on_pass.items():
             assert price(plain, form, axis) == priced
-
-    def test_both_ask_for_the_same_gain(self) -> None:
-        assert plain_chain.LEAST_GAIN == LEAST_GAIN
 
     def test_the_forms_considered_are_those_of_the_chip_s_rule(self) -> None:
         body, x, w, options = PROGRAMS["scatter rows"]
