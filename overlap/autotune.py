@@ -18,7 +18,7 @@ from overlap.schedule_cache import record, times_of
 from overlap.trial_target import Target
 from overlap.trial_times import Failed, Timed, Times
 from overlap.verify import compiled_for, failed, one_line, temporary_bytes
-from passes import Excerpt, RingSchedule
+from passes import Choice, Excerpt
 
 logger = logging.getLogger("overlap")
 
@@ -46,8 +46,8 @@ def measurable(target: Target) -> bool:
 
 
 def measured_times(
-    program: Excerpt,
-    schedules: Sequence[RingSchedule],
+    program: Excerpt[Choice],
+    choices: Sequence[Choice],
     target: Target,
     done: Callable[[], None],
 ) -> Times | None:
@@ -55,14 +55,14 @@ def measured_times(
 
     Args:
       program: the chain.
-      schedules: the rings to try.
+      choices: the rings to try.
       target: what to run on; ``measurable``.
       done: called after each program.
 
     Returns:
       The times, those of process 0 in every process; None where the chain as written cannot be run.
     """
-    versions = [program.original, *map(program.ring, schedules)]
+    versions = [program.original, *map(program.version, choices)]
     runs: list[Any] = []
     for version in versions:
         try:
@@ -93,12 +93,12 @@ def measured_times(
         return None
     seconds = race([run if not isinstance(run, Exception) else None for run in runs], values, _calls(target))
     found: list[Timed | Failed] = [
-        failed(schedule, run, lasting=False)
+        failed(choice, run, lasting=False)
         if isinstance(run, Exception)
         else Timed(median, temporary_bytes(run))
-        for schedule, run, median in zip(schedules, runs[1:], seconds[1:], strict=True)
+        for choice, run, median in zip(choices, runs[1:], seconds[1:], strict=True)
     ]
-    return agreed(Times(Timed(seconds[0], temporary_bytes(runs[0])), tuple(found)), schedules, target)
+    return agreed(Times(Timed(seconds[0], temporary_bytes(runs[0])), tuple(found)), choices, target)
 
 
 def race(
@@ -145,16 +145,16 @@ def some(argument: jax.ShapeDtypeStruct, seed: int) -> Any:
     return jax.jit(make, out_shardings=argument.sharding).lower().compile()()
 
 
-def agreed(times: Times | None, schedules: Sequence[RingSchedule], target: Target) -> Times | None:
+def agreed(times: Times | None, choices: Sequence[object], target: Target) -> Times | None:
     """What process 0 found, in every process; each must call this."""
     if len(target.processes) == 1:
         return times
     from jax.experimental import multihost_utils
 
-    text = "null" if times is None else json.dumps(record("", times, schedules))
+    text = "null" if times is None else json.dumps(record("", times, choices))
     message = np.frombuffer(text.encode().ljust(MESSAGE_BYTES), np.uint8)
     told = json.loads(_apart(multihost_utils.broadcast_one_to_all, message).tobytes())
-    return None if told is None else times_of(told, "", schedules)
+    return None if told is None else times_of(told, "", choices)
 
 
 def _where_all(target: Target, runs: Sequence[Any]) -> list[Any]:

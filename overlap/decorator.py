@@ -212,9 +212,7 @@ class Overlapped:
         """The rewritten program, jitted and traced (None where nothing is rewritten), and its plan."""
         # An effect may not run within a function that has a derivative of its own.
         guarded = not shims.has_effects(jaxpr)
-        plan = passes.make_plan(
-            jaxpr, self._policy, self._hardware_of, differentiable=not guarded, try_out=self._try_out
-        )
+        plan = self._plan(jaxpr, differentiable=not guarded)
         if not plan.changes and not (guarded and self._backward_may_pay(plan)):
             return None, plan
         run = passes.rewritten(plan)
@@ -222,12 +220,21 @@ class Overlapped:
             run = passes.with_derivative_of(jaxpr, run, self._rewrite_derivative, self._failed)
         return self._jitted(run, jaxpr, arguments), plan
 
+    def _plan(self, jaxpr: Any, *, differentiable: bool) -> passes.Plan:
+        """What is to become of a jaxpr, by the function's policy."""
+        plan = passes.make_plan(
+            jaxpr,
+            self._policy,
+            self._hardware_of,
+            differentiable=differentiable,
+            try_out=self._try_out,
+        )
+        return plan if self._try_out is None else passes.tried_whole(plan, self._try_out)
+
     def _rewrite_derivative(self, jaxpr: Any) -> Callable[..., list[Any]]:
         """A part of the program's derivative, rewritten; as it is if the pass fails on it."""
         try:
-            plan = passes.make_plan(
-                jaxpr, self._policy, self._hardware_of, differentiable=True, try_out=self._try_out
-            )
+            plan = self._plan(jaxpr, differentiable=True)
             self._log(plan)
             if plan.changes:
                 return self._jitted(passes.rewritten(plan), jaxpr, jaxpr.in_avals)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from overlap.trial_times import Failed, Timed, Times
-from passes import RingSchedule
 
 SCHEMA: Final = 1
 """Version of the files."""
@@ -54,13 +53,13 @@ class ScheduleCache:
         self._directory = directory
         self._warned = False
 
-    def load(self, key: str, schedules: Sequence[RingSchedule]) -> Times | None:
+    def load(self, key: str, choices: Sequence[object]) -> Times | None:
         """What was kept for a key; None if nothing was, or, with a warning, nothing that can be used."""
         if self._directory is None:
             return None
         path = self._path(self._directory, key)
         try:
-            return times_of(json.loads(path.read_bytes()), key, schedules)
+            return times_of(json.loads(path.read_bytes()), key, choices)
         except FileNotFoundError:
             return None
         except (ValueError, OverflowError, RecursionError) as error:
@@ -74,20 +73,18 @@ class ScheduleCache:
             self._unusable(error)
             return None
 
-    def store(
-        self, key: str, times: Times, schedules: Sequence[RingSchedule], conditions: Mapping[str, Any]
-    ) -> None:
+    def store(self, key: str, times: Times, choices: Sequence[object], conditions: Mapping[str, Any]) -> None:
         """Keeps what was found for a key, all of it or nothing.
 
         Args:
           key: of the trial.
           times: what it found.
-          schedules: that it tried.
+          choices: that it tried.
           conditions: what readers of the file may want to know; never read back.
         """
         if self._directory is None:
             return
-        text = json.dumps({**record(key, times, schedules), "conditions": conditions}, indent=1)
+        text = json.dumps({**record(key, times, choices), "conditions": conditions}, indent=1)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             # On the same file system, so that taking the name is one step.
@@ -118,7 +115,7 @@ class ScheduleCache:
         )
 
 
-def record(key: str, times: Times, schedules: Sequence[RingSchedule]) -> dict[str, Any]:
+def record(key: str, times: Times, choices: Sequence[object]) -> dict[str, Any]:
     """What was found, as JSON values."""
     return {
         "schema": SCHEMA,
@@ -126,10 +123,10 @@ def record(key: str, times: Times, schedules: Sequence[RingSchedule]) -> dict[st
         "original": _timed_record(times.original),
         "rings": [
             {
-                "schedule": str(schedule),
+                "schedule": str(choice),
                 **(_failed_record(ring) if isinstance(ring, Failed) else _timed_record(ring)),
             }
-            for schedule, ring in zip(schedules, times.rings, strict=False)
+            for choice, ring in zip(choices, times.rings, strict=False)
         ],
     }
 
@@ -142,7 +139,7 @@ def _timed_record(timed: Timed) -> dict[str, Any]:
     return {"seconds": timed.seconds, "temporary_bytes": timed.temporary_bytes}
 
 
-def times_of(data: Any, key: str, schedules: Sequence[RingSchedule]) -> Times:
+def times_of(data: Any, key: str, choices: Sequence[object]) -> Times:
     """Reads what ``record`` made.
 
     Raises:
@@ -153,7 +150,7 @@ def times_of(data: Any, key: str, schedules: Sequence[RingSchedule]) -> Times:
     rings = data.get("rings")
     if not isinstance(rings, list) or not all(isinstance(ring, dict) for ring in rings):
         raise ValueError("its rings are no list of objects")
-    named = [str(schedule) for schedule in schedules]
+    named = [str(choice) for choice in choices]
     if [ring.get("schedule") for ring in rings] != named[: len(rings)]:
         raise ValueError("its schedules are others")
     return Times(_timed(data.get("original")), tuple(map(_ring, rings)))

@@ -16,7 +16,7 @@ from typing import Any, Final
 import cost_model
 import passes
 from cost_model import Hardware
-from passes import Excerpt, RingSchedule
+from passes import Excerpt
 
 COMPILERS: Final = (
     "jax",
@@ -103,8 +103,8 @@ def _version(distribution: str) -> str | None:
 def key(
     policy: str,
     jaxpr: Any,
-    program: Excerpt,
-    schedules: Sequence[RingSchedule],
+    program: Excerpt[Any],
+    choices: Sequence[object],
     description: Mapping[str, Any],
 ) -> str:
     """A name for a trial; equal where the result must be equal, in any process.
@@ -113,14 +113,14 @@ def key(
       policy: how the trial takes its times.
       jaxpr: of the chain as written; where it stands in the user's code makes no difference.
       program: the chain.
-      schedules: the rings to try.
+      choices: the rings to try.
       description: of the target.
     """
     facts = {
         "policy": policy,
         "chain": _without_addresses(str(jaxpr)),
         "arguments": [[a.shape, str(a.dtype), str(a.sharding)] for a in program.arguments],
-        "schedules": [repr(schedule) for schedule in schedules],
+        "schedules": [repr(choice) for choice in choices],
         "target": description,
         "emission": emission(),
     }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from passes import RingSchedule, Trial
+from passes import Choice, Trial
 
 GAIN: Final = 0.01
 """By how much of its own time a ring must beat the chain as written."""
@@ -73,24 +73,31 @@ class Times:
         return all(isinstance(ring, Timed) or ring.lasting for ring in self.rings)
 
 
-def choose(times: Times, schedules: Sequence[RingSchedule], kind: str) -> Trial:
+def choose(times: Times, choices: Sequence[Choice], kind: str) -> Trial[Choice]:
     """The fastest ring that needs no more memory than the chain as written, if it gains enough.
 
     Args:
       times: what was found.
-      schedules: of the rings, in order.
+      choices: what the rings are, in order.
       kind: ``modelled`` or ``measured``.
 
     Returns:
       The trial. Where every ring needs more memory, its ``ring_s`` is the fastest of them; where every ring
       failed, infinite.
     """
+    enough_s = times.original.seconds / (1 + GAIN)
     timed = [(ring, number) for number, ring in enumerate(times.rings) if isinstance(ring, Timed)]
     fitting = [(ring.seconds, number) for ring, number in timed if ring.fits(times.original)]
-    if not fitting:
-        fastest_s = min((ring.seconds for ring, _ in timed), default=math.inf)
-        note = "It needs more memory." if timed else ""
-        return Trial(None, times.original.seconds, fastest_s, kind, note)
-    seconds, number = min(fitting)
-    gains = times.original.seconds > (1 + GAIN) * seconds
-    return Trial(schedules[number] if gains else None, times.original.seconds, seconds, kind)
+    best_s, best = min(fitting, default=(math.inf, 0))
+    others = [(ring.seconds, number) for ring, number in timed if not ring.fits(times.original)]
+    larger_s, larger = min(others, default=(math.inf, 0))
+    lean = not fitting and bool(timed)
+    return Trial(
+        choices[best] if best_s < enough_s else None,
+        times.original.seconds,
+        larger_s if lean else best_s,
+        kind,
+        note="It needs more memory." if lean else "",
+        larger=choices[larger] if larger_s < min(enough_s, best_s / (1 + GAIN)) else None,
+        larger_s=larger_s,
+    )

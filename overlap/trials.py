@@ -15,7 +15,7 @@ from overlap import autotune, trial_target, verify
 from overlap.schedule_cache import ScheduleCache, default_directory
 from overlap.trial_target import Target
 from overlap.trial_times import Times, choose
-from passes import Excerpt, RingSchedule, Trial, shims
+from passes import Choice, Excerpt, Trial, shims
 from passes.graph import COLLECTIVES
 
 logger = logging.getLogger("overlap")
@@ -27,7 +27,7 @@ HardwareOf = Callable[[str | None], Hardware | None]
 
 
 class Trials:
-    """Compiles and times the schedules of chains, each chain once: a ``passes.TryOut``.
+    """Compiles and times the schedules of chains, and their rings together, once: a ``passes.TryOut``.
 
     ``verify`` models the time of what the compiler made, so every process of a job finds the same, each by
     itself. ``autotune`` runs it; where the devices are not there, or belong to some of the job's processes
@@ -57,8 +57,8 @@ class Trials:
         # Read before somebody edits the sources of the code that is running.
         trial_target.emission()
 
-    def __call__(self, program: Excerpt, schedules: tuple[RingSchedule, ...]) -> Trial | None:
-        """Which schedule of a chain to run; None where the chain as written cannot be compiled or timed."""
+    def __call__(self, program: Excerpt[Choice], choices: tuple[Choice, ...], /) -> Trial[Choice] | None:
+        """Which version of a part of a program to run; None where the part itself cannot be timed."""
         known = self._target(program)
         if known is None:
             return None
@@ -66,18 +66,19 @@ class Trials:
         jaxpr = program.original.trace(*program.arguments).jaxpr  # type: ignore[attr-defined]
         times, kind = None, "measured"
         if self._policy == "autotune" and autotune.measurable(target):
-            times = self._times("autotune", program, jaxpr, schedules, target, description)
+            if program.whole:
+                return None  # it may do more than compute, and its arguments may fill the memory
+            times = self._times("autotune", program, jaxpr, choices, target, description)
         if times is None:
             kind = "modelled"
-            times = self._times("verify", program, jaxpr, schedules, target, description)
-        return None if times is None else choose(times, schedules, kind)
+            times = self._times("verify", program, jaxpr, choices, target, description)
+        return None if times is None else choose(times, choices, kind)
 
-    def _target(self, program: Excerpt) -> tuple[Target, dict[str, Any]] | None:
+    def _target(self, program: Excerpt[Any]) -> tuple[Target, dict[str, Any]] | None:
         """What a chain is compiled for; None if that is not known."""
-        mesh = getattr(program.arguments[0].sharding, "mesh", None) if program.arguments else None
-        if mesh not in self._targets:
-            self._targets[mesh] = self._make_target(mesh)
-        return self._targets[mesh]
+        if program.mesh not in self._targets:
+            self._targets[program.mesh] = self._make_target(program.mesh)
+        return self._targets[program.mesh]
 
     def _make_target(self, mesh: Any) -> tuple[Target, dict[str, Any]] | None:
         if not isinstance(mesh, jax.sharding.Mesh):
@@ -91,26 +92,27 @@ class Trials:
     def _times(
         self,
         policy: Literal["verify", "autotune"],
-        program: Excerpt,
+        program: Excerpt[Choice],
         jaxpr: Any,
-        schedules: tuple[RingSchedule, ...],
+        choices: tuple[Choice, ...],
         target: Target,
         description: Mapping[str, Any],
     ) -> Times | None:
         """What is known or can be found of a chain."""
-        key = trial_target.key(policy, jaxpr, program, schedules, description)
+        key = trial_target.key(policy, jaxpr, program, choices, description)
         if key in self._found:
             return self._found[key]
         if self._cache is None:
             self._cache = ScheduleCache(default_directory())
-        times = self._cache.load(key, schedules)
+        times = self._cache.load(key, choices)
         if policy == "autotune":
-            times = autotune.agreed(times, schedules, target)
+            times = autotune.agreed(times, choices, target)
         if times is None:
             take = autotune.measured_times if policy == "autotune" else verify.modelled_times
             where = place(jaxpr)
-            with progress(f"compiling rings for {where}", 1 + len(schedules)) as done:
-                times = take(program, schedules, target, done)
+            what = "the program of" if program.whole else "rings for"
+            with progress(f"compiling {what} {where}", 1 + len(choices)) as done:
+                times = take(program, choices, target, done)
             logger.debug("%s of %s: %s", policy, where, times)
             if times is not None and times.lasting:
                 conditions = {
@@ -118,7 +120,7 @@ class Trials:
                     "chain": where,
                     **{name: description[name] for name in ("device_kind", "mesh_shape", "versions")},
                 }
-                self._cache.store(key, times, schedules, conditions)
+                self._cache.store(key, times, choices, conditions)
         self._found[key] = times
         return times
 

@@ -10,8 +10,8 @@ from typing import Any, Final
 import jax
 
 from overlap.trial_target import Target
-from overlap.trial_times import Failed, Timed, Times
-from passes import Excerpt, RingSchedule
+from overlap.trial_times import GAIN, Failed, Timed, Times
+from passes import Choice, Excerpt
 
 logger = logging.getLogger("overlap")
 
@@ -75,16 +75,18 @@ def modelled(program: Any, arguments: Sequence[Any], target: Target) -> Modelled
 
 
 def modelled_times(
-    program: Excerpt,
-    schedules: Sequence[RingSchedule],
+    program: Excerpt[Choice],
+    choices: Sequence[Choice],
     target: Target,
     done: Callable[[], None],
 ) -> Times | None:
     """The modelled times of a chain and of its rings, until one is as good as can be.
 
+    Of several chains together it is enough that a version gains.
+
     Args:
       program: the chain.
-      schedules: the rings to try, the most promising first.
+      choices: the rings to try, the most promising first.
       target: what to compile for.
       done: called after each program.
 
@@ -97,24 +99,27 @@ def modelled_times(
         logger.debug("the chain as written cannot be timed: %s", one_line(error))
         return None
     done()
+    enough_s = (1 + NEAR_LIMIT) * original.limit_s
+    if program.whole:
+        enough_s = original.timed.seconds / (1 + GAIN)
     rings: list[Timed | Failed] = []
-    for schedule in schedules:
+    for choice in choices:
         try:
-            ring = modelled(program.ring(schedule), program.arguments, target).timed
+            ring = modelled(program.version(choice), program.arguments, target).timed
         except Exception as error:
-            rings.append(failed(schedule, error, lasting=isinstance(error, jax.errors.JaxRuntimeError)))
+            rings.append(failed(choice, error, lasting=isinstance(error, jax.errors.JaxRuntimeError)))
         else:
             rings.append(ring)
-            logger.debug("%s: %s", schedule, ring)
-            if ring.fits(original.timed) and ring.seconds <= (1 + NEAR_LIMIT) * original.limit_s:
+            logger.debug("%s: %s", choice, ring)
+            if ring.fits(original.timed) and ring.seconds <= enough_s:
                 break
         done()
     return Times(original.timed, tuple(rings))
 
 
-def failed(schedule: RingSchedule, error: Exception, *, lasting: bool) -> Failed:
+def failed(choice: object, error: Exception, *, lasting: bool) -> Failed:
     """A ring that failed, which is logged."""
-    logger.debug("the ring %s is passed over: %s", schedule, one_line(error))
+    logger.debug("the ring %s is passed over: %s", choice, one_line(error))
     return Failed(one_line(error), lasting)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Final, Literal
+from typing import Any, Final, Generic, Literal
 
 import networkx as nx
 
@@ -15,7 +15,7 @@ from passes.candidates import candidates
 from passes.chains import AllGatherDot, Chain, Lone, ShardReduction, reductions
 from passes.collective import Collective
 from passes.emit import Ring
-from passes.excerpt import Excerpt, excerpt
+from passes.excerpt import Choice, Excerpt, excerpt
 from passes.gather_match import without_dots
 from passes.graph import Dataflow
 from passes.invariance import Invariance
@@ -42,6 +42,8 @@ class Decision:
       estimate: the ring's predicted times; None where there is no chain or the hardware is unknown.
       rewritten: whether the ring does replace it.
       reason: why, or why not.
+      larger: a faster ring that by itself needs more memory than the chain as written, which need not be so
+        within the program; None if there is none.
     """
 
     collective: Collective
@@ -49,29 +51,34 @@ class Decision:
     estimate: Estimate | None
     rewritten: bool
     reason: Reason
+    larger: Decision | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Trial:
-    """What became of a chain and its schedules when they were compiled and timed.
+class Trial(Generic[Choice]):
+    """What became of a part of a program and of its versions when they were compiled and timed.
 
     Attributes:
-      schedule: the fastest; None where none is faster than the chain as written.
-      original_s: the chain as written.
-      ring_s: the fastest schedule.
+      choice: the fastest that needs no more memory; None where none is faster than the part as written.
+      original_s: the part as written.
+      ring_s: the fastest version that needs no more memory.
       kind: ``modelled`` from compiled schedules, or ``measured``.
       note: a sentence on what else decided; may be empty.
+      larger: a version that is faster still, and needs more memory; None if there is none.
+      larger_s: that version.
     """
 
-    schedule: RingSchedule | None
+    choice: Choice | None
     original_s: float
     ring_s: float
     kind: str
     note: str = ""
+    larger: Choice | None = None
+    larger_s: float = math.inf
 
 
-TryOut = Callable[[Excerpt, tuple[RingSchedule, ...]], Trial | None]
-"""Compiles and times a chain's schedules; None where that cannot be done."""
+TryOut = Callable[[Excerpt[Any], tuple[Any, ...]], Trial[Any] | None]
+"""Compiles and times versions of a part of a program; None where that cannot be done."""
 
 Unit = Ring | ShardReduction | Lone
 """What is run in place of operations."""
@@ -239,22 +246,32 @@ def _tried(flow: Dataflow, proposal: Decision, network: Network, try_out: TryOut
     trial = try_out(program, tuple(schedules[:TRIED]))
     if trial is None:
         return _judge(proposal, "auto", _never_asked, network.hardware)
-    detail = f"{trial.kind.capitalize()}: {trial.original_s * 1e6:.0f} µs as written, "
-    best = (
-        "no ring could be run"
-        if math.isinf(trial.ring_s)
-        else f"{trial.ring_s * 1e6:.0f} µs as the best ring tried"
-    )
-    detail = f"{detail}{best}. {trial.note}".rstrip()
-    if trial.schedule is None:
-        return dataclasses.replace(proposal, reason=Reason(Code.TRIED_SLOWER, detail))
-    return dataclasses.replace(
-        proposal,
-        ring=Ring(chain, trial.schedule),
-        estimate=price(trial.schedule),
-        rewritten=True,
-        reason=Reason(Code.TRIED_FASTER, detail),
-    )
+
+    def with_ring(schedule: RingSchedule, ring_s: float, note: str) -> Decision:
+        return dataclasses.replace(
+            proposal,
+            ring=Ring(chain, schedule),
+            estimate=price(schedule),
+            rewritten=True,
+            reason=Reason(Code.TRIED_FASTER, _found(trial, ring_s, note)),
+        )
+
+    if trial.choice is None:
+        reason = Reason(Code.TRIED_SLOWER, _found(trial, trial.ring_s, trial.note))
+        decision = dataclasses.replace(proposal, reason=reason)
+    else:
+        decision = with_ring(trial.choice, trial.ring_s, trial.note)
+    if trial.larger is None:
+        return decision
+    note = "By itself it needs more memory, and not within the program."
+    return dataclasses.replace(decision, larger=with_ring(trial.larger, trial.larger_s, note))
+
+
+def _found(trial: Trial[RingSchedule], ring_s: float, note: str) -> str:
+    """What a trial found, in words."""
+    best = "no ring could be run" if math.isinf(ring_s) else f"{ring_s * 1e6:.0f} µs as the best ring tried"
+    kind = trial.kind.capitalize()
+    return f"{kind}: {trial.original_s * 1e6:.0f} µs as written, {best}. {note}".rstrip()
 
 
 def _never_asked(decision: Decision) -> Site:

@@ -25,9 +25,12 @@ from passes.shims import has_effects
 def with_epilogues(flow: Dataflow, decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:
     """The decisions, the rings among them with the epilogues that make what they write smaller.
 
+    Epilogues that they have are worked out again.
+
     No operation goes into two rings, and none that needs the results of a ring other than its own, so that
     the rings can still run one after the other.
     """
+    decisions = tuple(map(_without_epilogue, decisions))
     rings = [d.ring for d in decisions if d.rewritten and d.ring is not None]
     if not any(_takes(ring) for ring in rings):
         return decisions
@@ -42,6 +45,14 @@ def with_epilogues(flow: Dataflow, decisions: tuple[Decision, ...]) -> tuple[Dec
             decision = dataclasses.replace(decision, ring=ring)
         revised.append(decision)
     return tuple(revised)
+
+
+def _without_epilogue(decision: Decision) -> Decision:
+    ring = decision.ring
+    if ring is None or not isinstance(ring.chain, AllGatherDot) or not ring.chain.epilogue:
+        return decision
+    chain = dataclasses.replace(ring.chain, epilogue=(), unplaced=frozenset())
+    return dataclasses.replace(decision, ring=Ring(chain, ring.schedule))
 
 
 def _takes(ring: Ring) -> bool:

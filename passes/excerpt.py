@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax import lax
@@ -19,28 +19,33 @@ from passes.network import Network
 from passes.schedule import RingSchedule
 
 Program = Callable[..., tuple[Any, ...]]
+Choice = TypeVar("Choice")
 
 
 @dataclasses.dataclass(frozen=True)
-class Excerpt:
-    """A chain as a program of its own.
+class Excerpt(Generic[Choice]):
+    """A part of a program as a program of its own.
 
     Attributes:
-      arguments: types and shardings of the program's arguments, whole arrays on the chain's mesh.
-      original: the chain as written, a jitted function of such arguments.
-      ring: from a schedule to the same as a ring.
+      arguments: types and shardings of the program's arguments, whole arrays on the part's mesh.
+      original: the part as written, a jitted function of such arguments.
+      version: from a choice of how to rewrite it to the same rewritten.
+      mesh: the devices that it runs on.
+      whole: whether it is no chain but a whole program: of that the first version that gains will do.
     """
 
     arguments: tuple[jax.ShapeDtypeStruct, ...]
     original: Program
-    ring: Callable[[RingSchedule], Program]
+    version: Callable[[Choice], Program]
+    mesh: Any
+    whole: bool = False
 
 
-def excerpt(flow: Dataflow, chain: Chain, network: Network) -> Excerpt | None:
+def excerpt(flow: Dataflow, chain: Chain, network: Network) -> Excerpt[RingSchedule] | None:
     """The program of one chain; None where the program does not know its devices.
 
     Every value that the chain takes from outside is an argument with one more dim in front, of the devices
-    that have different values of it.
+    that have different values of it; so are its results.
     """
     mesh = network.mesh
     if mesh is None:
@@ -53,29 +58,26 @@ def excerpt(flow: Dataflow, chain: Chain, network: Network) -> Excerpt | None:
         for operand in flow.ops[op].inputs
         if isinstance(operand, int) and operand not in made
     )
-    wanted = _wanted(flow, chain, set(members))
+    wanted = _wanted(flow, chain)
 
-    def specs(values: list[int]) -> tuple[PartitionSpec, ...]:
+    def specs(values: Iterable[int]) -> tuple[PartitionSpec, ...]:
         return tuple(PartitionSpec(_axes(flow.avals[value], network)) for value in values)
-
-    inputs, outputs = list(taken), list(wanted)
 
     def program(run: Callable[[dict[int, Any]], dict[int, Any]]) -> Program:
         def body(*arguments: Any) -> tuple[Any, ...]:
             env = dict(flow.constants)
             env.update(
-                (value, lax.squeeze(argument, (0,)))
-                for value, argument in zip(inputs, arguments, strict=True)
+                (value, lax.squeeze(argument, (0,))) for value, argument in zip(taken, arguments, strict=True)
             )
             results = run(env)
-            return tuple(lax.expand_dims(results[value], (0,)) for value in outputs)
+            return tuple(lax.expand_dims(results[value], (0,)) for value in wanted)
 
         return jax.jit(
             jax.shard_map(
                 body,
                 mesh=mesh,
-                in_specs=specs(inputs),
-                out_specs=specs(outputs),
+                in_specs=specs(taken),
+                out_specs=specs(wanted),
                 axis_names=set(network.manual_axes),
                 check_vma=network.check_vma,
             )
@@ -105,12 +107,12 @@ def excerpt(flow: Dataflow, chain: Chain, network: Network) -> Excerpt | None:
             flow.avals[value].dtype,
             sharding=NamedSharding(mesh, spec),
         )
-        for value, spec in zip(inputs, specs(inputs), strict=True)
+        for value, spec in zip(taken, specs(taken), strict=True)
     )
-    return Excerpt(arguments, program(original), ring)
+    return Excerpt(arguments, program(original), ring, mesh)
 
 
-def _wanted(flow: Dataflow, chain: Chain, members: set[int]) -> dict[int, None]:
+def _wanted(flow: Dataflow, chain: Chain) -> dict[int, None]:
     """What a ring of the chain makes for the rest of the program."""
     if isinstance(chain, AllGatherDot):
         dots = [flow.ops[dot.op].outputs[0] for dot in chain.dots]

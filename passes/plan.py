@@ -60,6 +60,15 @@ class Plan:
     bodies: Mapping[int, Mapping[str, tuple[Plan, ...]]]
     opaque: Mapping[int, tuple[Plan, ...]]
 
+    def decided(self, decisions: tuple[Decision, ...]) -> Plan:
+        """The plan with these decisions, as far as their rings can all be, and an order for them."""
+        order: tuple[int | Unit, ...] = ()
+        if any(decision.rewritten for decision in decisions):
+            decisions, order = program_order(self.flow, with_epilogues(self.flow, decisions))
+        if not any(decision.rewritten for decision in decisions):
+            order = tuple(self.flow.live)
+        return dataclasses.replace(self, decisions=decisions, order=order)
+
     def bodies_of(self, index: int) -> tuple[Plan, ...]:
         """The plans of the replaceable bodies of one operation."""
         return tuple(body for plans in self.bodies.get(index, {}).values() for body in plans)
@@ -233,12 +242,7 @@ class _Planner:
                 inner = self._bodies(op, path, same, mapped, replaceable=False)
                 opaque[index] = tuple(p for plans in inner.values() for p in plans)
         decisions = self._decide(flow, path, same, replaceable, mapped)
-        order: tuple[int | Unit, ...] = ()
-        if any(decision.rewritten for decision in decisions):
-            decisions, order = program_order(flow, with_epilogues(flow, decisions))
-        if not any(decision.rewritten for decision in decisions):
-            order = tuple(flow.live)
-        return Plan(flow, path, decisions, order, bodies, opaque)
+        return Plan(flow, path, (), (), bodies, opaque).decided(decisions)
 
     def _bodies(
         self, op: Op, path: str, same: Set[int] | None, mapped: _Mapped | None, *, replaceable: bool

@@ -15,6 +15,7 @@ class Code(StrEnum):
     NOT_PROFITABLE = "not_profitable"
     TRIED_FASTER = "tried_faster"
     TRIED_SLOWER = "tried_slower"
+    TRIED_TOGETHER = "tried_together"
     POLICY_NEVER = "policy_never"
     POLICY_DECLINED = "policy_declined"
     UNKNOWN_HARDWARE = "unknown_hardware"
@@ -42,6 +43,10 @@ _SENTENCES = {
     Code.NOT_PROFITABLE: "The ring is not predicted to be faster than the collective and its dots by enough.",
     Code.TRIED_FASTER: "A ring was compiled for this target and found faster.",
     Code.TRIED_SLOWER: "The best rings were compiled for this target, and none was found faster.",
+    Code.TRIED_TOGETHER: (
+        "The program around it was compiled for this target: with this ring it is not faster, or needs more "
+        "memory."
+    ),
     Code.POLICY_NEVER: 'The policy is "never".',
     Code.POLICY_DECLINED: "The given policy declined the rewrite.",
     Code.UNKNOWN_HARDWARE: "The cost model does not know this hardware; name one with hardware=.",

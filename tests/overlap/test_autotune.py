@@ -70,7 +70,7 @@ class TestDecision:
         assert trial is not None
         assert trial.kind == "measured"
         # On CPU a bidirectional ring may need more memory than the gather: then the next is taken.
-        assert trial.schedule in (SCHEDULES[0], SCHEDULES[2], None)
+        assert trial.choice in (SCHEDULES[0], SCHEDULES[2], None)
         assert raced == [4]
         assert trials("autotune")(*chain()) == trial
         assert raced == [4], "the second comes from the cache"
@@ -112,7 +112,7 @@ class TestDecision:
         raced = racing(monkeypatch, 100, 50, 80, 90)
         trial = trials("autotune")(*chain())
         assert trial is not None
-        assert (trial.schedule, trial.ring_s) == (SCHEDULES[1], 80e-6)
+        assert (trial.choice, trial.ring_s) == (SCHEDULES[1], 80e-6)
         assert raced == [3]
         assert not list(cache.iterdir())
 

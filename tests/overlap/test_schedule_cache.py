@@ -57,7 +57,7 @@ def test_a_hit_compiles_nothing_and_gives_the_same(directory: Path, monkeypatch:
     again, compiled = try_once(monkeypatch, 100, [200])
     assert compiled == 0
     assert again == first
-    assert again.schedule == SCHEDULES[1]
+    assert again.choice == SCHEDULES[1]
     assert [path.suffix for path in directory.iterdir()] == [".json"]
 
 

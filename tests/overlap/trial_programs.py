@@ -47,9 +47,9 @@ def mapped(body: Callable[..., Any], mesh: Any) -> Any:
 
 def chain(
     body: Callable[..., Any] = gather, *, mesh: Any = None, rows: int = 32
-) -> tuple[Excerpt, tuple[RingSchedule, ...]]:
+) -> tuple[Excerpt[RingSchedule], tuple[RingSchedule, ...]]:
     """The first chain of a function of x[rows, 16] and w[16, 24], as a trial gets it, and schedules."""
-    found: list[Excerpt] = []
+    found: list[Excerpt[RingSchedule]] = []
     function = mapped(body, mesh_of() if mesh is None else mesh)
     jaxpr = function.trace(
         jax.ShapeDtypeStruct((rows, 16), jnp.float32), jax.ShapeDtypeStruct((16, 24), jnp.float32)

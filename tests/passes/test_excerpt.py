@@ -60,7 +60,7 @@ PATTERNS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 }
 
 
-def excerpt_of(body: Any, *shapes: tuple[int, ...], check_vma: bool) -> tuple[Excerpt, Any]:
+def excerpt_of(body: Any, *shapes: tuple[int, ...], check_vma: bool) -> tuple[Excerpt[RingSchedule], Any]:
     """The excerpt of the first chain of a per-device function over four devices."""
     shards = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     jaxpr = bodies.shard_body(body, *shards, axis_size=4, check_vma=check_vma)
@@ -72,7 +72,7 @@ def excerpt_of(body: Any, *shapes: tuple[int, ...], check_vma: bool) -> tuple[Ex
     return program, found[0]
 
 
-def random_arguments(program: Excerpt) -> list[Any]:
+def random_arguments(program: Excerpt[RingSchedule]) -> list[Any]:
     rng = np.random.default_rng(0)
     return [rng.normal(size=argument.shape).astype(argument.dtype) for argument in program.arguments]
 
@@ -91,7 +91,7 @@ def test_an_excerpt_as_written_and_as_rings_gives_the_same(name: str, check_vma:
         reordered = RingSchedule(directions=1, orders=((0, 2, 1, 3),))
         schedules = [RingSchedule(directions=2), reordered]
     for schedule in schedules:
-        ring = program.ring(schedule)
+        ring = program.version(schedule)
         assert hops(jax.make_jaxpr(ring)(*given)) >= 3
         assert hops(jax.make_jaxpr(program.original)(*given)) == 0
         results = ring(*given)
@@ -143,7 +143,7 @@ def test_only_what_differs_between_devices_has_an_argument_for_each(check_vma: b
     copies = 4 if check_vma else 8
     assert [argument.shape for argument in program.arguments] == [(copies, 6, 5), (copies, 5, 3)]
     given = random_arguments(program)
-    (expected,), (result,) = program.original(*given), program.ring(RingSchedule(directions=1))(*given)
+    (expected,), (result,) = program.original(*given), program.version(RingSchedule(directions=1))(*given)
     np.testing.assert_allclose(result, expected, atol=1e-4)
 
 
@@ -176,9 +176,9 @@ def test_a_shard_map_within_another_gives_excerpts_over_the_axes_of_both(
         axis_names={"y"},
         check_vma=check_vma,
     )
-    tried: list[tuple[Excerpt, tuple[RingSchedule, ...]]] = []
+    tried: list[tuple[Excerpt[RingSchedule], tuple[RingSchedule, ...]]] = []
 
-    def try_out(chain: Excerpt, schedules: tuple[RingSchedule, ...]) -> None:
+    def try_out(chain: Excerpt[RingSchedule], schedules: tuple[RingSchedule, ...]) -> None:
         tried.append((chain, schedules))
 
     jaxpr = jax.make_jaxpr(jax.jit(program))(
@@ -188,7 +188,7 @@ def test_a_shard_map_within_another_gives_excerpts_over_the_axes_of_both(
     ((chain, schedules),) = tried
     assert [argument.shape for argument in chain.arguments] == [(8, 6, 5), (8, 5, 3)]
     given = random_arguments(chain)
-    (expected,), (result,) = chain.original(*given), chain.ring(schedules[0])(*given)
+    (expected,), (result,) = chain.original(*given), chain.version(schedules[0])(*given)
     x, w = given
     exact = [np.concatenate(list(x[i // 4 * 4 :][:4])) @ w[i] for i in range(8)]
     for each in (expected, result):

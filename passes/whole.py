@@ -1,0 +1,194 @@
+"""The whole program tried: each of its rings may gain by itself, and yet not beside the others.
+
+Nor is a chain's memory that of the program, where another place may need the most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from passes.decide import Decision, TryOut
+from passes.excerpt import Excerpt
+from passes.plan import Plan
+from passes.reasons import Code, Reason
+from passes.rewrite import rewritten
+from passes.schedule import RingSchedule
+
+MOST: Final = 10
+"""Selections of rings that are compiled at most."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Selection:
+    """Some of a program's rings.
+
+    Attributes:
+      rings: of each the number of its jaxpr, in the order of ``_plans``, that of its collective, and its
+        schedule.
+    """
+
+    rings: tuple[tuple[int, int, RingSchedule], ...]
+
+    def __str__(self) -> str:
+        return "; ".join(f"{jaxpr}.{op} {schedule}" for jaxpr, op, schedule in self.rings)
+
+
+Rings = Mapping[tuple[int, int], Decision]
+"""The decisions for rings, by the numbers of jaxpr and collective."""
+
+
+def tried_whole(plan: Plan, try_out: TryOut) -> Plan:
+    """The plan with those of its rings that together gain and need no more memory.
+
+    The program is compiled as written and with its rings, first of all with the fastest of each chain, then
+    with fewer that need memory and with fewer rings: what gains and fits first is taken, and if nothing
+    does the program as written. As planned remains what cannot be compiled on its own, and what is no more
+    than a chain, which was tried.
+
+    Args:
+      plan: of a whole program, made by a policy that tries chains out.
+      try_out: what it tried them with.
+    """
+    plans = _plans(plan)
+    attempts = {_selection(rings): rings for rings in _attempts(plans) if rings}
+    selections = dict(itertools.islice(attempts.items(), MOST))
+    program = None if _is_one_chain(plans) else _excerpt(plan, selections)
+    if not selections or program is None:
+        return plan
+    trial = try_out(program, tuple(selections))
+    if trial is None:
+        return plan
+    found = f"{trial.original_s * 1e6:.0f} µs as written, {trial.ring_s * 1e6:.0f} µs as the best tried"
+    reason = Reason(Code.TRIED_TOGETHER, f"{trial.kind.capitalize()}: {found}. {trial.note}".rstrip())
+    return _with(plan, {} if trial.choice is None else selections[trial.choice], reason)
+
+
+def _plans(plan: Plan) -> list[Plan]:
+    """The plan and those of its bodies, each once."""
+    found = {plan: None}
+    for op in plan.bodies:
+        for body in plan.bodies_of(op):
+            found.update(dict.fromkeys(_plans(body)))
+    return list(found)
+
+
+def _is_one_chain(plans: list[Plan]) -> bool:
+    """Whether a program is no more than one chain."""
+    rings = [d.ring for plan in plans for d in plan.decisions if d.ring is not None]
+    ops = sum(not plan.bodies_of(op) for plan in plans for op in plan.flow.live)
+    return len(rings) == 1 and ops <= len(rings[0].chain.members)
+
+
+def _attempts(plans: list[Plan]) -> Iterator[Rings]:
+    """Rings to try together, the fastest first."""
+    lean: dict[tuple[int, int], Decision] = {}
+    fastest: dict[tuple[int, int], Decision] = {}
+    for number, plan in enumerate(plans):
+        taken = {dot for d in plan.decisions if d.rewritten for dot in _dots(d)}
+        for decision in plan.decisions:
+            key = number, decision.collective.op
+            if decision.rewritten and decision.ring is not None:
+                lean[key] = fastest[key] = decision
+            if decision.larger is None:
+                continue
+            # What is not rewritten has left its dots to others.
+            if decision.rewritten or not taken.intersection(_dots(decision.larger)):
+                taken.update(_dots(decision.larger))
+                fastest[key] = decision.larger
+    order = sorted(fastest, key=lambda key: (_benefit_s(fastest[key]), key))
+    yield fastest
+    for key in order:
+        if fastest[key] is not lean.get(key):
+            smaller = {**fastest, **({key: lean[key]} if key in lean else {})}
+            yield smaller if key in lean else _without(smaller, key)
+    yield lean
+    for key in order:
+        if key in lean:
+            yield _without(lean, key)
+
+
+def _without(rings: Rings, key: tuple[int, int]) -> Rings:
+    return {other: decision for other, decision in rings.items() if other != key}
+
+
+def _dots(decision: Decision) -> list[int]:
+    return [] if decision.ring is None else [dot.op for dot in decision.ring.chain.dots]
+
+
+def _benefit_s(decision: Decision) -> float:
+    return decision.estimate.benefit_s if decision.estimate else 0.0
+
+
+def _selection(rings: Rings) -> Selection:
+    return Selection(tuple((*key, d.ring.schedule) for key, d in sorted(rings.items()) if d.ring is not None))
+
+
+def _with(plan: Plan, rings: Rings, reason: Reason) -> Plan:
+    """The plan with only these of its rings, the others kept for a reason."""
+    numbers = {plan: number for number, plan in enumerate(_plans(plan))}
+    known: dict[Plan, Plan] = {}
+
+    def chosen(plan: Plan, decision: Decision) -> Decision:
+        ring = rings.get((numbers[plan], decision.collective.op))
+        if ring is not None:
+            return ring
+        if decision.ring is None or not decision.rewritten:
+            return decision
+        return dataclasses.replace(decision, rewritten=False, reason=reason)
+
+    def revised(plan: Plan) -> Plan:
+        if plan not in known:
+            bodies = {
+                op: {name: tuple(map(revised, plans)) for name, plans in held.items()}
+                for op, held in plan.bodies.items()
+            }
+            decisions = tuple(chosen(plan, decision) for decision in plan.decisions)
+            known[plan] = dataclasses.replace(plan, bodies=bodies).decided(decisions)
+        return known[plan]
+
+    return revised(plan)
+
+
+def _excerpt(plan: Plan, selections: Mapping[Selection, Rings]) -> Excerpt[Selection] | None:
+    """The whole program, of arguments sharded as its shard_maps want them; None where none has devices.
+
+    What no shard_map takes is sharded as the compiler likes.
+    """
+    mesh = next((mesh for each in _plans(plan) for mesh in _meshes(each)), None)
+    if mesh is None:
+        return None
+    shardings = _shardings(plan)
+    types = [(value, plan.flow.avals[value]) for value in plan.flow.inputs]
+    none = Reason(Code.TRIED_TOGETHER)
+    return Excerpt(
+        tuple(jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=shardings.get(value)) for value, t in types),
+        jax.jit(rewritten(_with(plan, {}, none))),
+        lambda selection: jax.jit(rewritten(_with(plan, selections[selection], none))),
+        mesh,
+        whole=True,
+    )
+
+
+def _meshes(plan: Plan) -> Iterator[Mesh]:
+    """The concrete meshes of a jaxpr's shard_maps."""
+    for op in plan.flow.ops:
+        mesh: Any = op.params.get("mesh") if op.name == "shard_map" else None
+        if isinstance(mesh, Mesh):
+            yield mesh
+
+
+def _shardings(plan: Plan) -> dict[int, NamedSharding]:
+    """How the shard_maps of a jaxpr want the values that they take."""
+    found: dict[int, NamedSharding] = {}
+    for op in plan.flow.ops:
+        if op.name == "shard_map" and isinstance(mesh := op.params["mesh"], Mesh):
+            for operand, spec in zip(op.inputs, op.params["in_specs"], strict=True):
+                if isinstance(operand, int):
+                    found.setdefault(operand, NamedSharding(mesh, spec))
+    return found
