@@ -265,9 +265,10 @@ def _dot(matmul: Matmul, axis: Axis) -> DotTerm:
 
 
 def _collective(chain: PlainChain, axis: Axis) -> CollectiveTerm:
-    seconds, latency_s = _collective_s(chain, axis, chain.moved_bytes), _collective_s(chain, axis, 0)
+    full_bytes = chain.wire_bytes(axis)
+    seconds, latency_s = _collective_s(chain, axis, full_bytes), _collective_s(chain, axis, 0)
     return CollectiveTerm(
-        full_bytes=chain.moved_bytes,
+        full_bytes=full_bytes,
         seconds=seconds,
         latency_s=latency_s,
         bound="bandwidth" if seconds > latency_s else "latency",

@@ -19,11 +19,12 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
     With C chunks, whose scatter rings take S each, their products D, their hops H, and gathers that take G
     on the same links and copies P into place:
 
-        S + (C-1) · max(S + P, D + P, F + H + G) + max(G, P)
+        S + (C-1) · (max(S + P, D + P, F + H + G) + R) + max(G, P)
 
     since the first scatter has no gather beside it and the last gather no scatter. The links carry the hops
     of both, after the first products F of a chunk, which nothing hides. Where hops and dots take turns, all
-    of it adds up.
+    of it adds up. R is reading and writing the operand whose rows are cut into chunks, which the compiler
+    copies for each of more than two if it is not on chip.
 
     Args:
       work: of the scatter rings of all chunks, which are its columns.
@@ -48,6 +49,7 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
         middle_s = max(one.overlapped_s + copy_s, one.partials_s + copy_s, first_s + one.hops_s + gather_s)
     else:
         middle_s = one.overlapped_s + gather_s + copy_s
+    middle_s += _cutting_s(work, axis) if chunks > 2 and not across else 0.0
     latency_s, _ = _gather_s(work, 0, axis, across=across)
     return Estimate(
         dot_s=whole.dot_s,
@@ -59,6 +61,16 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
         + (chunks - 1) * middle_s
         + last_gather_s(work, gathered_bytes, axis, across=across),
     )
+
+
+def _cutting_s(work: RingWork, axis: Axis) -> float:
+    """Seconds of copying the operand whose rows are cut; 0 where it is on chip."""
+    cut_bytes = sum(
+        whole.lhs_bytes if piece.stationary(whole) == "rhs" else whole.rhs_bytes
+        for piece, whole in zip(work.piece, work.matmuls, strict=True)
+    )
+    hardware = axis.hardware
+    return 0.0 if cut_bytes <= hardware.on_chip_bytes else 2 * cut_bytes / hardware.hbm_bytes_per_s
 
 
 def last_gather_s(work: RingWork, gathered_bytes: float, axis: Axis, *, across: bool) -> float:

@@ -28,8 +28,17 @@ MOST_PIECES: Final = 4
 COLUMNS: Final = (1, 2, 4, 8, 16)
 """Into how many columns a gather on a contracting dim may be cut, and a psum into chunks."""
 
+LEAST_ROUNDED: Final = 512
+"""Rows, columns and depth of a block from which on all its pieces are surely the matrix unit's."""
+
 LEAST_COLUMN: Final = 256
 """Elements below which a column makes a matmul too narrow for the matrix unit."""
+
+
+def surely_rounds(block: Matmul) -> bool:
+    """Whether a TPU's matrix unit, and no other, multiplies such float32 blocks and their pieces."""
+    whole = block.dtype == (block.out_dtype or block.dtype) == "float32"
+    return whole and min(block.m, block.k, block.n) >= LEAST_ROUNDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +116,19 @@ class PlainChain:
     def moved_bytes(self) -> float:
         """Bytes of the whole array, V."""
         return self.elements * dtype_bytes(self.dtype)
+
+    def wire_bytes(self, axis: Axis) -> float:
+        """Bytes of the whole array as it travels.
+
+        On a TPU dots round float32 operands to bfloat16 by default, and its compiler does so before it
+        gathers them, if nothing else needs them. For dots too small to be surely the matrix unit's it is not
+        counted on.
+        """
+        rounds = self.pattern == "all_gather_dot" and self.dtype == "float32" and not self.handed_out
+        blocks = [dot.piece(Fraction(1, axis.size)) for dot in self.dots]
+        if rounds and axis.hardware.network == "torus" and all(map(surely_rounds, blocks)):
+            return self.elements * dtype_bytes("bfloat16")
+        return self.moved_bytes
 
     def unit(self, axis_size: int) -> int:
         """Into how many equal parts one device's block of every dot can be cut."""
@@ -325,8 +347,8 @@ def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
     summed = [_accumulator(d.matmul.out_dtype or d.matmul.dtype) for d in chain.dots if d.cut == "k"]
     return RingWork(
         collective="all_gather",
-        shard_bytes=chain.moved_bytes / axis.size,
-        collective_shard_bytes=chain.moved_bytes / axis.size,
+        shard_bytes=chain.wire_bytes(axis) / axis.size,
+        collective_shard_bytes=chain.wire_bytes(axis) / axis.size,
         matmuls=tuple(dot.matmul for dot in chain.dots),
         piece=tuple(dot.piece(Fraction(1, axis.size * pieces), second) for dot in chain.dots),
         directions=form.directions,

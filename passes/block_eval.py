@@ -142,6 +142,18 @@ def run_on_piece(
         pieces.update(zip(op.outputs, results, strict=True))
 
 
+def cut_once(flow: Dataflow, blocks: Iterable[BlockOp]) -> dict[int, int]:
+    """The values from elsewhere that operations cut into blocks, always along the same dim, and that dim."""
+    blocks = tuple(blocks)
+    made = {value for block in blocks for value in flow.ops[block.op].outputs}
+    dims: dict[int, set[int]] = {}
+    for block in blocks:
+        for operand, dim in zip(flow.ops[block.op].inputs, block.dims.operand_dims, strict=True):
+            if isinstance(operand, int) and operand not in made and dim is not None:
+                dims.setdefault(operand, set()).add(dim)
+    return {operand: dim for operand, (dim, *more) in ((o, tuple(d)) for o, d in dims.items()) if not more}
+
+
 def _varying(value: Any) -> frozenset[str]:
     return shims.varying_axes(jax.typeof(value))
 

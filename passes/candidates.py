@@ -52,13 +52,26 @@ def candidates(
     if axis.walks and not unroll:
         bases.append(RingSchedule(directions=1, wire=wire, orders=axis.walks))
     for base in bases:
-        base = dataclasses.replace(base, cut_early=known.cut_early)
+        if not isinstance(chain, AllGatherDot) or _adds_up(chain):
+            base = dataclasses.replace(base, cut=known.cut)
         found.extend(_all(flow, chain, base) if thorough else _by_rule(flow, chain, base, known))
     most = MOST_PIECES if axis.hardware.opposite_hops_overlap else 1
     fitting = [
         s for s in dict.fromkeys(found) if _in_flight(chain, s) <= most and _fits(flow, chain, s, unit)
     ]
     return tuple(fitting) or (RingSchedule(directions=1, unroll=unroll, wire=wire),)
+
+
+def cut_otherwise(chain: Chain, schedule: RingSchedule) -> RingSchedule | None:
+    """The same schedule with blocks cut out of their operand in another way; None where it makes no odds."""
+    if schedule.route != "ring" or (isinstance(chain, AllGatherDot) and not _adds_up(chain)):
+        return None
+    return dataclasses.replace(schedule, cut="dot" if schedule.cut == "apart" else "apart")
+
+
+def _adds_up(chain: AllGatherDot) -> bool:
+    """Whether a dot of a gather ring adds up its pieces' results."""
+    return any(dot.dims.result_dim is None for dot in chain.dots)
 
 
 def _wire(flow: Dataflow, chain: Chain, axis: Axis) -> Literal["float32", "operand"]:

@@ -14,12 +14,23 @@ import numpy as np
 from jax import lax
 
 from passes import shims
-from passes.block_eval import Joined, Piece, Read, accumulator_dtype, as_varying, blank, run_on_piece, tie
+from passes.block_eval import (
+    Joined,
+    Piece,
+    Read,
+    accumulator_dtype,
+    as_varying,
+    blank,
+    cut_once,
+    run_on_piece,
+    tie,
+)
 from passes.chains import AllGatherDot, ShardReduction
 from passes.collective import Collective
 from passes.graph import Dataflow
 from passes.hops import Places, Rings
 from passes.schedule import LANES, WHOLE, Across, Part, RingSchedule, across, divisions, parts
+from passes.wire import wire_dtype
 
 
 def emit_gather_ring(
@@ -45,7 +56,7 @@ def emit_gather_ring(
         own = ring.fetch(0) if schedule.route == "exchange" else own_block(collective, shard)
     local = {flow.ops[collective.op].outputs[0]: own}
     run_on_piece(flow, chain.before, local, Piece(rings[0], 0, WHOLE), read)
-    wire = local[chain.wire]
+    wire = ring.as_sent(local[chain.wire])
     apart = schedule.columns > 1 or (ring.cut_across is not None and ring.sums)
     results = _in_columns(ring, wire) if apart else ring.run(wire)
     for dot in chain.dots:
@@ -83,7 +94,14 @@ class _Ring:
             strips = parts(schedule, size // schedule.columns, LANES)
             self.divided = tuple(dataclasses.replace(p, start=Fraction(0), share=Fraction(1)) for p in strips)
             self.bounds = (*(strip.start for strip in strips), Fraction(1))
+        self.cut_apart = _cut_apart(flow, chain) if schedule.cut == "apart" else {}
         self.explicit = not flow.differentiable and shims.explicit_starts(flow.avals[chain.wire])
+
+    def as_sent(self, wire: Any) -> Any:
+        """What travels, in the type in which it does."""
+        if self.flow.differentiable or not shims.on_tpu(self.flow.avals[self.chain.wire]):
+            return wire
+        return lax.convert_element_type(wire, wire_dtype(self.flow, self.chain))
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -172,21 +190,32 @@ class _Ring:
             Piece(self.rings[part.ring], step if part.step == 1 else -step, part) for part in self.divided
         ]
         if self.schedule.joined and self.cut_across is None and len(pieces) > 1:
-            joined = lax.concatenate(at_hand, self.dim)
-            return _take_in(self.flow, self.chain, joined, Joined(tuple(pieces)), self.read, dict(results))
+            joined = Joined(tuple(pieces))
+            known = self._at_hand(lax.concatenate(at_hand, self.dim), joined)
+            return _take_in(self.flow, self.chain, known, joined, self.read, dict(results))
         results = dict(results)
         for number, (piece, shard) in enumerate(zip(pieces, at_hand, strict=True)):
             if self.cut_across is None:
-                results = _take_in(self.flow, self.chain, shard, piece, self.read, results)
+                known = self._at_hand(shard, piece)
+                results = _take_in(self.flow, self.chain, known, piece, self.read, results)
             else:
                 self._take_in_strip(number, piece, shard, self.cut_across, results)
         return results
+
+    def _at_hand(self, shard: Any, piece: Piece | Joined) -> dict[int, Any]:
+        """What has arrived, and the blocks for it that are cut apart, by value."""
+        blocks = {
+            operand: lax.optimization_barrier(piece.of(self.read(operand), dim))
+            for operand, dim in self.cut_apart.items()
+        }
+        dtype = self.flow.avals[self.chain.wire].dtype
+        return {self.chain.wire: lax.convert_element_type(shard, dtype), **blocks}
 
     def _take_in_strip(self, number: int, piece: Piece, shard: Any, cut: Across, results: Results) -> None:
         """Runs the only dot on one strip of a shard; sums of different strips have nothing in common."""
         (dot,) = self.chain.dots
         (value,) = self.flow.ops[dot.op].outputs
-        at_hand = {self.chain.wire: shard}
+        at_hand = self._at_hand(shard, piece)
         widened = frozenset({dot.op} if self.sums else ())
         run_on_piece(self.flow, self.chain.dots, at_hand, piece, self.read, widened)
         partial = at_hand[value]
@@ -199,6 +228,19 @@ class _Ring:
         starts[dot.dims.result_dim] = piece.offset(whole.shape[dot.dims.result_dim])
         starts[cut.result_dim] = np.int32(int(self.bounds[number] * whole.shape[cut.result_dim]))
         results[value] = lax.dynamic_update_slice(whole, partial, starts, allow_negative_indices=False)
+
+
+def _cut_apart(flow: Dataflow, chain: AllGatherDot) -> dict[int, int]:
+    """The operands of dots that add up of which every piece needs its block, and the dim."""
+    once = cut_once(flow, (*chain.after, *chain.dots, *chain.epilogue))
+    operands = {
+        operand
+        for dot in chain.dots
+        if dot.dims.result_dim is None
+        for operand in flow.ops[dot.op].inputs
+        if operand != chain.wire
+    }
+    return {operand: dim for operand, dim in once.items() if operand in operands}
 
 
 def _in_columns(ring: _Ring, wire: Any) -> Results:
@@ -264,13 +306,13 @@ def _cut(shard: Any, dim: int, part: Part) -> Any:
 def _take_in(
     flow: Dataflow,
     chain: AllGatherDot,
-    shard: Any,
+    at_hand: dict[int, Any],
     piece: Piece | Joined,
     read: Read,
     results: Results,
 ) -> Results:
     summed = frozenset(dot.op for dot in chain.dots if dot.dims.result_dim is None)
-    pieces = {chain.wire: shard}
+    pieces = dict(at_hand)
     run_on_piece(flow, chain.after, pieces, piece, read)
     for value in chain.handed_out:
         _place(flow, value, chain.blocked[value], pieces[value], piece, results)

@@ -9,12 +9,12 @@ from fractions import Fraction
 
 from cost_model import Axis, Estimate, Matmul, RingWork, estimate, exchange_estimate
 from cost_model.pipeline import pipeline_estimate
-from passes.block_eval import accumulator_dtype
+from passes.block_eval import accumulator_dtype, cut_once
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
 from passes.dots import matmul
 from passes.graph import Dataflow
-from passes.scatter_ring import cut_once
 from passes.schedule import Across, RingSchedule, across, gather_schedule
+from passes.wire import wire_dtype
 
 Pricer = Callable[[RingSchedule], Estimate]
 
@@ -50,7 +50,8 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
             axis=axis,
         )
         return lambda schedule: exchange
-    work_of = gather_work(flow, chain) if isinstance(chain, AllGatherDot) else scatter_work(flow, chain, axis)
+    works = gather_work if isinstance(chain, AllGatherDot) else scatter_work
+    work_of: WorkOf = works(flow, chain, axis)  # type: ignore[arg-type]
     added_s = 0.0
     for reduction in chain.reductions if isinstance(chain, AllGatherDot) else ():
         reduced = flow.avals[flow.ops[reduction.op].outputs[0]]
@@ -66,11 +67,14 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
 WorkOf = Callable[[RingSchedule], RingWork]
 
 
-def gather_work(flow: Dataflow, chain: AllGatherDot) -> WorkOf:
+def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis) -> WorkOf:
     """The bytes and matmuls of a gather ring, per device and schedule."""
     axis_size = chain.collective.axis_size
     gathered = flow.avals[flow.ops[chain.collective.op].outputs[0]]
     wire = flow.avals[chain.wire]
+    # What travels in a narrower type does so before and after.
+    sent = wire_dtype(flow, chain) if axis.hardware.network == "torus" else wire.dtype
+    gathered_bytes = gathered.size * (gathered.dtype if sent == wire.dtype else sent).itemsize
     whole = _matmuls(flow, chain, Fraction(1))
     sums = [flow.avals[flow.ops[d.op].outputs[0]] for d in chain.dots if d.dims.result_dim is None]
     accumulator = max((accumulator_dtype(s.dtype) for s in sums), key=lambda d: d.itemsize, default=None)
@@ -83,8 +87,8 @@ def gather_work(flow: Dataflow, chain: AllGatherDot) -> WorkOf:
         second = None if cut is None or columns == 1 else (cut, Fraction(1, columns))
         return RingWork(
             collective="all_gather",
-            shard_bytes=wire.size * wire.dtype.itemsize / axis_size,
-            collective_shard_bytes=gathered.size * gathered.dtype.itemsize / axis_size,
+            shard_bytes=wire.size * sent.itemsize / axis_size,
+            collective_shard_bytes=gathered_bytes / axis_size,
             matmuls=whole,
             piece=_matmuls(flow, chain, Fraction(1, axis_size * pieces), second),
             directions=schedule.directions,
@@ -145,7 +149,7 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
 
 def _scattered_blocks_bytes(flow: Dataflow, chain: DotReduceScatter) -> int:
     """Bytes of operands whose blocks do not lie together in memory: each is copied before its dot."""
-    apart = [flow.avals[operand] for operand, dim in cut_once(flow, chain).items() if dim]
+    apart = [flow.avals[operand] for operand, dim in cut_once(flow, chain.body).items() if dim]
     return sum(aval.size * aval.dtype.itemsize for aval in apart)
 
 

@@ -12,11 +12,11 @@ import numpy as np
 from jax import lax
 
 from passes import shims
-from passes.block_eval import Piece, Read, accumulator_dtype, as_varying, blank_of, tie
+from passes.block_eval import Piece, Read, accumulator_dtype, as_varying, blank_of, cut_once, tie
 from passes.chains import DotPsum
 from passes.graph import Dataflow, Operand
 from passes.hops import Rings
-from passes.scatter_ring import cut_once, partial_sum, widened_ops
+from passes.scatter_ring import partial_sum, widened_ops
 from passes.schedule import Across, Part, RingSchedule, across, divisions, parts
 
 
@@ -90,7 +90,7 @@ class _Pipeline:
         # As in a scatter ring: an addition that is part of its product needs the sum before it.
         self.sum_first = shims.on_tpu(self.operand_aval) and len(self.divided) > 1
         self.widened = widened_ops(flow, chain.scatter)
-        self.cut = cut_once(flow, chain.scatter)
+        self.cut = cut_once(flow, chain.scatter.body)
 
     @contextlib.contextmanager
     def scope(self) -> Iterator[None]:
@@ -156,7 +156,7 @@ class _Pipeline:
                 if sent[index] is not None and self.sum_first:
                     (received,) = self._finished([sent[index]])
                     sent[index] = None
-                operands = cut(piece) if self.schedule.cut_early else wholes
+                operands = cut(piece) if self.schedule.cut == "early" else wholes
                 # Whatever was started last is tied to the operands of the product that is to run beside it.
                 started = [sent[other] for other in in_flight] + (hops if index == 0 else [])
                 started = started if self.explicit else []
@@ -169,9 +169,11 @@ class _Pipeline:
                         hops = [tied.pop(0) for _ in hops]
                     received = tied.pop(0) if arrived else None
                     operands = dict(zip(operands, tied, strict=True))
-                if not self.schedule.cut_early:
+                if self.schedule.cut != "early":
                     wholes = operands
-                cuts = operands if self.schedule.cut_early else cut(piece)
+                cuts = operands if self.schedule.cut == "early" else cut(piece)
+                if self.schedule.cut == "apart":
+                    cuts = {operand: lax.optimization_barrier(block) for operand, block in cuts.items()}
                 in_flight = []
                 total = self._added(sent, index, piece, received, cuts, read)
                 with self.scope():

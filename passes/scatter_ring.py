@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from passes import shims
-from passes.block_eval import Piece, Read, accumulator_dtype, blank, blank_of, run_on_piece, tie
+from passes.block_eval import Piece, Read, accumulator_dtype, blank, blank_of, cut_once, run_on_piece, tie
 from passes.chains import DotReduceScatter
 from passes.graph import Dataflow, Operand
 from passes.hops import Places, Rings
@@ -67,7 +67,7 @@ class _Ring:
         # For the addition to be fused into the product the sum must have arrived before it: then only the
         # products for other pieces can hide its hop.
         self.sum_first = shims.on_tpu(self.operand_aval) and len(self.divided) > 1
-        self.cut = cut_once(flow, chain)
+        self.cut = cut_once(flow, chain.body)
         self.read = read
         self.in_flight: list[int] = []
         self.wholes: dict[int, Any] = {}
@@ -210,7 +210,7 @@ class _Ring:
         """
         futures = [sent[number] for number in self.in_flight]
         arrived = [] if received is None else [received]
-        operands = self._blocks(piece) if self.schedule.cut_early else self.wholes
+        operands = self._blocks(piece) if self.schedule.cut == "early" else self.wholes
         if futures or arrived:
             tied = list(tie(*futures, *arrived, *operands.values()))
             for number in self.in_flight:
@@ -219,10 +219,13 @@ class _Ring:
             self.in_flight = []
             received = tied.pop(0) if arrived else None
             operands = dict(zip(operands, tied, strict=True))
-        if self.schedule.cut_early:
+        if self.schedule.cut == "early":
             return received, operands
         self.wholes = operands
-        return received, self._blocks(piece)
+        blocks = self._blocks(piece)
+        if self.schedule.cut == "apart":
+            blocks = {operand: lax.optimization_barrier(block) for operand, block in blocks.items()}
+        return received, blocks
 
     def _blocks(self, piece: Piece) -> dict[int, Any]:
         return {operand: piece.of(self.wholes[operand], dim) for operand, dim in self.cut.items()}
@@ -312,17 +315,6 @@ def partial_sum(
     pieces: dict[int, Any] = dict(cuts)
     run_on_piece(flow, chain.body, pieces, piece, read, widened)
     return pieces[operand]
-
-
-def cut_once(flow: Dataflow, chain: DotReduceScatter) -> dict[int, int]:
-    """The values from outside the chain that are cut into blocks, always along the same dim, and that dim."""
-    made = {value for block in chain.body for value in flow.ops[block.op].outputs}
-    dims: dict[int, set[int]] = {}
-    for block in chain.body:
-        for operand, dim in zip(flow.ops[block.op].inputs, block.dims.operand_dims, strict=True):
-            if isinstance(operand, int) and operand not in made and dim is not None:
-                dims.setdefault(operand, set()).add(dim)
-    return {operand: dim for operand, (dim, *more) in ((o, tuple(d)) for o, d in dims.items()) if not more}
 
 
 def widened_ops(flow: Dataflow, chain: DotReduceScatter) -> frozenset[int]:

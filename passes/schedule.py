@@ -15,6 +15,9 @@ from passes.dots import DotDims, dot_dims
 from passes.graph import Dataflow
 from passes.hops import Order
 
+Cut = Literal["dot", "apart", "early"]
+"""How blocks of an operand are cut out of the whole."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RingSchedule:
@@ -36,8 +39,10 @@ class RingSchedule:
         as many rows in place of shorter ones, and partial sums of the pieces apart in place of one for all.
         Of a psum in columns these are, and pieces are not.
       joined: whether the pieces of one step go into one partial dot, of their concatenation.
-      cut_early: whether a scatter ring cuts a block out of its operand before the hop that the partial dot
-        hides, so that it may be fetched early; else the dot itself reads its block of the whole.
+      cut: how blocks of what does not travel come to the dots of a scatter ring, and to those of a gather
+        ring that add up: the ``dot`` itself reads its block of the whole; an operation of its own cuts it
+        out, right before the dot, ``apart``, so that the dot may find it on chip; or it does so ``early``,
+        before the hop that the dot hides.
       wire: what a scatter ring sends: partial sums in ``float32`` (at least), or in the dtype of the
         ``operand``, rounded after every addition as the collective itself would.
       unroll: steps per iteration of a rolled ring; 0 where the ring is unrolled.
@@ -52,7 +57,7 @@ class RingSchedule:
     columns: int = 1
     across: bool = False
     joined: bool = False
-    cut_early: bool = False
+    cut: Cut = "dot"
     wire: Literal["float32", "operand"] = "float32"
     unroll: int = 0
     orders: tuple[Order, ...] = ()
@@ -81,8 +86,8 @@ class RingSchedule:
             return "exchange"
         words = ["unidirectional" if self.directions == 1 else "bidirectional"]
         words += cut_in_words(self.chains, self.columns, across=self.across, joined=self.joined)
-        if self.cut_early:
-            words.append("cut early")
+        if self.cut != "dot":
+            words.append(f"cut {self.cut}")
         if self.wire == "operand":
             words.append("narrow wire")
         if self.unroll:
@@ -96,7 +101,7 @@ class RingSchedule:
 
 def gather_schedule(schedule: RingSchedule) -> RingSchedule:
     """How the second half of a psum gathers what a ring of this schedule has scattered."""
-    return dataclasses.replace(schedule, chains=1, across=False)
+    return dataclasses.replace(schedule, chains=1, across=False, cut="dot")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

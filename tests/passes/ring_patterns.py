@@ -142,12 +142,18 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16", "int32"),
     "check_vma": (True, False),
 }
-GATHERS = {**OPTIONS, "joined": (False, True), "columns": (1, 2, 3), "across": (False, True)}
+GATHERS = {
+    **OPTIONS,
+    "joined": (False, True),
+    "columns": (1, 2, 3),
+    "across": (False, True),
+    "cut": ("dot", "apart"),
+}
 SCATTERS = {
     **OPTIONS,
     "across": (False, True),
     "wire": ("float32", "operand"),
-    "cut_early": (False, True),
+    "cut": ("dot", "apart", "early"),
 }
 PSUMS = {**SCATTERS, "joined": (False, True), "columns": (1, 3, 9)}
 

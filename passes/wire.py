@@ -1,0 +1,48 @@
+"""In what type the operands of dots travel: on a TPU in the one that the matrix unit multiplies in."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+
+from cost_model.plain_chain import surely_rounds
+from passes.chains import AllGatherDot, BlockOp
+from passes.dots import matmul
+from passes.graph import Dataflow
+
+_MOVES: Final = frozenset({"transpose", "reshape", "squeeze", "broadcast_in_dim", "pvary", "copy"})
+"""Equations that round nothing, and commute with rounding."""
+
+
+def wire_dtype(flow: Dataflow, chain: AllGatherDot) -> Any:
+    """The type in which a TPU gathers what a chain's dots multiply.
+
+    By default a dot of float32 operands rounds them to bfloat16 there (``lax.Precision.DEFAULT``), and the
+    compiler rounds before it gathers: half as many bytes travel, and the result is the same. A ring that
+    sent float32 would be the slower for it. What is needed beside the dots, goes through arithmetic before
+    them, or belongs to dots so small that they may not be the matrix unit's, travels as it is.
+    """
+    dtype = flow.avals[chain.wire].dtype
+    if dtype != jnp.float32 or chain.handed_out or chain.collective.kind != "all_gather":
+        return dtype
+    moved = all(flow.ops[block.op].name in _MOVES for block in chain.after)
+    rounded = moved and all(_rounds(flow, dot, chain.collective.axis_size) for dot in chain.dots)
+    return jnp.dtype(jnp.bfloat16) if rounded else dtype
+
+
+def _rounds(flow: Dataflow, dot: BlockOp, axis_size: int) -> bool:
+    """Whether a dot is of the default precision, and large in every dim even on one block."""
+    op = flow.ops[dot.op]
+    precision = op.params["precision"]
+    if precision is not None and precision != (jax.lax.Precision.DEFAULT,) * 2:
+        return False
+    operands = [flow.aval(operand) for operand in op.inputs]
+    lhs, rhs = (
+        tuple(size // axis_size if number == dim else size for number, size in enumerate(aval.shape))
+        for aval, dim in zip(operands, dot.dims.operand_dims, strict=True)
+    )
+    dtypes = (*(aval.dtype for aval in operands), flow.avals[op.outputs[0]].dtype)
+    same = all(dtype == jnp.float32 for dtype in dtypes)
+    return same and surely_rounds(matmul(op.params["dimension_numbers"], lhs, rhs, *dtypes))
