@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cost_model import collectives, group_collectives
@@ -37,10 +38,13 @@ class Axis:
     @classmethod
     def of(cls, topology: Topology, groups: tuple[tuple[int, ...], ...]) -> Axis:
         """The axis along these groups of devices."""
+        hardware = topology.hardware
+        if topology.shape and math.prod(topology.shape) == hardware.synchronous_chips:
+            hardware = replace(hardware, overlaps=False)
         if len(groups[0]) == 1:
-            return cls(topology.hardware, 1, topology, groups)
+            return cls(hardware, 1, topology, groups)
         orders, walks = ring_orders(topology, groups), ring_walks(topology, groups)
-        return cls(topology.hardware, len(groups[0]), topology, groups, orders, walks)
+        return cls(hardware, len(groups[0]), topology, groups, orders, walks)
 
     def all_gather_s(self, full_bytes: float) -> float:
         """Seconds to gather an array of `full_bytes` from its shards."""

@@ -21,6 +21,9 @@ its ramp, and the hop's latency that of a NCCL send and receive kernel. These th
 not data-sheet figures. XLA:GPU keeps one collective in flight by default, so opposite hops do not overlap.
 PCIe and NVL boards have no such switch and are left unknown.
 
+On a full pod of v5e, 16x16 chips, the TPU compiler starts no permute ahead, neither ours nor those of XLA's
+own windowed einsum (libtpu of jax 0.12; on 8x16 chips, and on pods of the others, it does).
+
 What a ring must be predicted to gain: of v4's rings in the grid of `bench/tpu_schedules.py` some take 12 to
 17 % longer than predicted, more than of any other chip's; of v5p's and 7x's more do by 5 to 10 % than of
 v5e's and v6e's.
@@ -103,6 +106,7 @@ _CHIPS = (
         on_chip_bytes=96 * 2**20,
         accumulator_on_chip_bytes=32 * 2**20,
         fuses_additions=True,
+        synchronous_chips=256,
         clock_hz=1.5e9,
         dcn_bytes_per_s=3.125e9,
         dcn_latency_s=1e-5,

@@ -40,6 +40,8 @@ class Hardware:
       fuses_additions: whether adding to a partial sum is part of the matmul that makes the addend.
       matmul_tile: the multiples to which the hardware pads (M, K, N).
       overlaps: whether communication can run beside compute at all.
+      synchronous_chips: slices of so many chips overlap nothing all the same, as their compiler makes every
+        permute wait. 0: there are none.
       opposite_hops_overlap: whether two hops in opposite directions can be in flight together.
       devices_per_chip: how many such devices share a chip and the links that leave it.
       clock_hz: the clock of the compiler's cycle estimates. 0: the compiler gives none.
@@ -69,6 +71,7 @@ class Hardware:
     accumulator_on_chip_bytes: float = 0.0
     fuses_additions: bool = False
     overlaps: bool = True
+    synchronous_chips: int = 0
     opposite_hops_overlap: bool = True
     devices_per_chip: int = 1
     clock_hz: float = 0.0
@@ -112,11 +115,9 @@ class Hardware:
             raise ValueError(
                 f"hardware {self.name!r}: matmul_tile must be (M, K, N), got {self.matmul_tile!r}"
             )
-        if self.wraparound_multiple < 0:
-            raise ValueError(
-                f"hardware {self.name!r}: wraparound_multiple must not be negative, "
-                f"got {self.wraparound_multiple!r}"
-            )
+        for field in ("wraparound_multiple", "synchronous_chips"):
+            if (value := getattr(self, field)) < 0:
+                raise ValueError(f"hardware {self.name!r}: {field} must not be negative, got {value!r}")
         if self.network not in ("torus", "switch"):
             raise ValueError(
                 f"hardware {self.name!r}: network must be 'torus' or 'switch', got {self.network!r}"
