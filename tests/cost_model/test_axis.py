@@ -120,6 +120,22 @@ def test_an_order_spares_a_hop_the_way_round_a_corner() -> None:
     assert axis.step_s(0, 1, 1) == pytest.approx(1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "overlaps"),
+    [
+        ("tpu_v5e", (16, 16), False),
+        ("tpu_v5e", (8, 16), True),
+        ("tpu_v6e", (16, 16), True),
+        ("tpu_v5p", (4, 8, 8), True),
+    ],
+)
+def test_full_pods_of_v5e_overlap_nothing(name: str, shape: tuple[int, ...], overlaps: bool) -> None:
+    topology = Topology.torus(shape, by_name(name))
+    lines = tuple(tuple(range(start, start + shape[-1])) for start in range(0, topology.size, shape[-1]))
+    assert Axis.of(topology, lines).hardware.overlaps is overlaps
+    assert Axis.of(topology, tuple((i,) for i in range(topology.size))).hardware.overlaps is overlaps
+
+
 def test_all_groups_of_an_axis_hop_at_once() -> None:
     slice_ = Topology.torus((4, 4), V5P)
     rows = tuple(tuple(range(4 * row, 4 * row + 4)) for row in range(4))

@@ -23,6 +23,7 @@ from passes.candidates import (
     LONGEST_UNROLLED,
     UNROLL,
     candidates,
+    cut_otherwise,
 )
 from passes.chains import AllGatherDot, Chain, DotPsum
 from passes.graph import Dataflow
@@ -132,6 +133,26 @@ def test_there_are_never_more_pieces_than_a_block_has_parts(
         assert schedule.pieces <= MOST_PIECES
         # The other dim of the scattered dots here has 16 elements.
         assert schedule.pieces <= (16 if schedule.across else block)
+
+
+@pytest.mark.parametrize(("hardware", "cut"), [("tpu_v5p", "apart"), ("tpu_v5e", "dot"), ("h100", "dot")])
+def test_blocks_for_sums_are_cut_as_the_chip_s_rule_says(hardware: str, cut: str) -> None:
+    with mock.patch.object(shims, "EXPLICIT_STARTS", True):
+        found = candidates(*gather_contracting(), Axis(by_name(hardware), 4), thorough=True)
+    assert {schedule.cut for schedule in found} == {cut}
+    placed = candidates(*gather_free(), Axis(by_name(hardware), 4), thorough=True)
+    assert {schedule.cut for schedule in placed} == {"dot"}
+
+
+def test_blocks_can_be_cut_otherwise_where_that_makes_odds() -> None:
+    apart, plain = RingSchedule(directions=2, cut="apart"), RingSchedule(directions=2)
+    for make in (gather_contracting, scatter, psum):
+        _, chain = make()
+        assert cut_otherwise(chain, plain) == apart
+        assert cut_otherwise(chain, apart) == plain
+        assert cut_otherwise(chain, dataclasses.replace(plain, cut="early")) == apart
+    assert cut_otherwise(gather_free()[1], plain) is None
+    assert cut_otherwise(exchange()[1], EXCHANGE) is None
 
 
 def test_a_block_of_one_part_is_not_cut() -> None:

@@ -1,0 +1,161 @@
+"""What travels to a TPU's dots is rounded as they round it; all else travels as it is."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import passes
+from cost_model import Axis, by_name
+from cost_model.plain_chain import LEAST_ROUNDED, chain_of
+from overlap import overlap_collectives
+from passes import shims
+from passes.chains import AllGatherDot
+from passes.pricing import pricer
+from passes.schedule import RingSchedule
+from passes.wire import wire_dtype
+from tests.passes import bodies, spmd
+from tests.passes.ring_patterns import jitted
+
+SIZE = LEAST_ROUNDED
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+
+
+def gathered(x: Any, axis: int = 0) -> Any:
+    """The whole of an array from its shards."""
+    return lax.all_gather(x, "x", axis=axis, tiled=True)
+
+
+def dot(x: Any, w: Any) -> Any:
+    """Rows are gathered."""
+    return gathered(x) @ w
+
+
+def matched(body: Callable[..., Any], *shapes: tuple[int, int], dtype: Any = F32) -> tuple[Any, AllGatherDot]:
+    """The graph and the largest chain of a per-device function."""
+    flow, (match,) = bodies.matched(
+        body, *(jax.ShapeDtypeStruct(shape, dtype) for shape in shapes), check_vma=False
+    )
+    assert isinstance(match.found, tuple), match.found
+    chain = match.found[0]
+    assert isinstance(chain, AllGatherDot)
+    return flow, chain
+
+
+def needed(x: Any, w: Any) -> Any:
+    """The gathered value is handed out too."""
+    whole = gathered(x)
+    return whole @ w, whole
+
+
+def shared(x: Any, w: Any, after: Callable[[Any], Any] = jnp.transpose) -> Any:
+    """Two dots take the gathered value."""
+    whole = gathered(x)
+    return whole @ w, after(whole) @ (w if after is jnp.tanh else jnp.ones((4 * SIZE, SIZE)))
+
+
+LARGE = ((SIZE, SIZE), (SIZE, SIZE))
+
+
+@pytest.mark.parametrize(
+    ("body", "shapes"),
+    [
+        (dot, LARGE),
+        (lambda x, w: gathered(x, 1) @ w, ((SIZE, SIZE), (4 * SIZE, SIZE))),
+        (lambda x, w: w @ gathered(x).T, LARGE),
+        (lambda x, w: jnp.tanh(gathered(x)) @ w, LARGE),  # the shard is, before it is sent
+        (shared, LARGE),
+    ],
+)
+def test_float32_operands_of_large_dots_travel_rounded(body: Any, shapes: Any) -> None:
+    assert wire_dtype(*matched(body, *shapes)) == BF16
+
+
+@pytest.mark.parametrize(
+    ("body", "shapes"),
+    [
+        (dot, ((SIZE - 1, SIZE), (SIZE, SIZE))),
+        (dot, ((SIZE, SIZE - 1), (SIZE - 1, SIZE))),
+        (dot, ((SIZE, SIZE), (SIZE, SIZE - 1))),
+        (lambda x, w: lax.dot(gathered(x), w, precision="highest"), LARGE),
+        (lambda x, w: lax.dot(gathered(x), w, precision=("default", "high")), LARGE),
+        (lambda x, w: lax.dot(gathered(x), w, precision="BF16_BF16_F32_X3"), LARGE),
+        (lambda x, w: shared(x, w, jnp.tanh), LARGE),
+        (needed, LARGE),
+    ],
+    ids=["rows", "depth", "columns", "highest", "mixed", "algorithm", "arithmetic", "needed"],
+)
+def test_what_dots_may_not_round_travels_as_it_is(body: Any, shapes: Any) -> None:
+    assert wire_dtype(*matched(body, *shapes)) == F32
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int32"])
+def test_other_types_travel_as_they_are(dtype: str) -> None:
+    assert wire_dtype(*matched(dot, *LARGE, dtype=jnp.dtype(dtype))) == jnp.dtype(dtype)
+
+
+def permuted(jaxpr: Any) -> set[Any]:
+    """The types of all that hops."""
+    return {eqn.invars[0].aval.dtype for eqn in bodies.equations(jaxpr) if eqn.primitive.name == "ppermute"}
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        RingSchedule(directions=2),
+        RingSchedule(directions=2, joined=True),
+        RingSchedule(directions=1, unroll=1),
+    ],
+    ids=str,
+)
+def test_a_ring_for_tpus_sends_rounded_operands(
+    monkeypatch: pytest.MonkeyPatch, schedule: RingSchedule
+) -> None:
+    rng = np.random.default_rng(5)
+    x, w = (rng.normal(size=(4, SIZE, SIZE)).astype(np.float32) for _ in range(2))
+    function = jitted(dot, 2, 4)
+    monkeypatch.setattr(shims, "on_tpu", lambda aval: True)
+    with spmd.only_schedule(schedule):
+        ring = overlap_collectives(function, policy="always", hardware="tpu_v5p", strict=True)
+        assert permuted(jax.make_jaxpr(ring)(x, w)) == {BF16}
+        result = ring(x, w)
+        # What jax may differentiate is left as it is: the way back would round cotangents.
+        jaxpr = function.trace(x, w).jaxpr
+        plan = passes.make_plan(jaxpr, "always", lambda kind: by_name("tpu_v5p"), differentiable=True)
+        assert permuted(jax.make_jaxpr(passes.rewritten(plan))(x, w)) == {F32}
+    rounded = np.asarray(jnp.asarray(x, BF16), np.float64).reshape(-1, SIZE)
+    expected = np.stack([rounded @ each.astype(np.float64) for each in w])
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_ring_for_others_sends_float32() -> None:
+    x, w = (np.ones((4, SIZE, SIZE), np.float32) for _ in range(2))
+    with spmd.only_schedule(RingSchedule(directions=2)):
+        ring = overlap_collectives(jitted(dot, 2, 4), policy="always", hardware="tpu_v5p", strict=True)
+        assert permuted(jax.make_jaxpr(ring)(x, w)) == {F32}
+
+
+@pytest.mark.parametrize(("hardware", "halved"), [("tpu_v5p", True), ("h100", False)])
+def test_prices_count_the_bytes_that_travel(hardware: str, halved: bool) -> None:
+    axis = Axis(by_name(hardware), 4)
+    prices = []
+    for dtype in (F32, BF16):
+        flow, chain = matched(dot, (8 * SIZE, SIZE), LARGE[1], dtype=dtype)
+        prices.append(pricer(flow, chain, axis)(RingSchedule(directions=1)).collective_s)
+    assert (prices[0] == prices[1]) == halved
+    plain = [chain_of("all_gather_dot", 32 * SIZE, SIZE, SIZE, dtype=d) for d in ("float32", "bfloat16")]
+    assert (plain[0].wire_bytes(axis) == plain[1].wire_bytes(axis)) == halved
+
+
+def test_a_small_chain_is_priced_as_it_travels() -> None:
+    axis = Axis(by_name("tpu_v5p"), 4)
+    plain = chain_of("all_gather_dot", 4 * SIZE, SIZE, SIZE - 1, dtype="float32")
+    assert plain.wire_bytes(axis) == plain.moved_bytes
