@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-others lint pytest format bench bench-matmul bench-tpu bench-gpu bench-decisions clean
+.PHONY: help demo test test-all test-others lint pytest format bench bench-matmul bench-tpu bench-gpu bench-rolled bench-decisions clean
 MAKEFLAGS += --no-print-directory
 SHELL := /bin/sh
 export PYTHON
@@ -56,6 +56,9 @@ bench-matmul: ## tables of matmul times, from the TPU compiler (needs libtpu, no
 
 bench-tpu: ## compares schedules by the TPU compiler (half an hour; BENCH_ARGS='--rows REGEX' for some)
 	@$(ready) && "$$python" -m bench.tpu_schedules $(BENCH_ARGS)
+
+bench-rolled: ## compile times and hops of rolled rings on 16 to 256 devices, by the TPU compiler (minutes)
+	@$(ready) && "$$python" -m bench.rolled_rings $(BENCH_ARGS)
 
 bench-decisions: ## judges the cost model's decisions on random chains by the TPU compiler (an hour or two)
 	@$(ready) && "$$python" -m bench.decisions $(BENCH_ARGS)

@@ -40,11 +40,22 @@ def test_what_it_costs_is_tabled_with_the_figures_of_the_last_run() -> None:
 
 def summary() -> dict[str, tuple[str, str]]:
     """The first table's results and their kinds, by the name of the run that they are from."""
-    programs, matmuls, overhead, gpu = (
+    programs, matmuls, overhead, gpu, rolled = (
         json.loads((RESULTS / f"{name}.json").read_text())
-        for name in ("programs", "matmul_model", "overhead", "gpu_schedules")
+        for name in ("programs", "matmul_model", "overhead", "gpu_schedules", "rolled_rings")
     )
     (auto,) = (means for means in gpu["summary"]["means"] if means["version"] == "auto")
+    took = {(row["pattern"], row["devices"], row["form"]): row for row in rolled["rows"]}
+    patterns = {pattern for pattern, _, _ in took}
+    growth = [
+        took[pattern, 256, "rolled"]["compile_s"] / took[pattern, 16, "rolled"]["compile_s"]
+        for pattern in patterns
+    ]
+    hops = [
+        took[pattern, devices, "rolled"]["hop_s"] / took[pattern, devices, "unrolled"]["hop_s"] - 1
+        for pattern in patterns
+        for devices in (16, 64)
+    ]
     decided = [row for row in programs["rows"] if row["policy"] == "auto" and row["modelled_before_s"]]
     gains = [row["modelled_before_s"] / row["modelled_after_s"] for row in decided]
     errors = [100 * chip["all"]["median"] for chip in matmuls["unseen"].values()]
@@ -59,18 +70,20 @@ def summary() -> dict[str, tuple[str, str]]:
             f"median error {min(errors):.1f} % to {max(errors):.1f} % on {len(errors)} chips",
             "modelled",
         ),
+        "rolled, compiling": (f"×{min(growth):.2f} to ×{max(growth):.2f}", "measured"),
+        "rolled, a hop": (f"{100 * min(hops):+.1f} % to {100 * max(hops):+.1f} %", "modelled"),
         "call": (f"{min(calls):.2f} µs to {max(calls):.2f} µs", "measured"),
         "rewriting": (f"×{min(rewriting):.2f} to ×{max(rewriting):.2f}", "measured"),
     }
 
 
-@pytest.mark.parametrize("name", ["programs", "gpu_schedules", "matmul_model", "call", "rewriting"])
+@pytest.mark.parametrize("name", list(summary()))
 def test_the_first_table_sums_up_the_last_runs_and_says_of_which_kind_they_are(name: str) -> None:
     result, kind = summary()[name]
     assert [row[2] for row in TABLED if len(row) == 4 and row[1] == result] == [kind]
 
 
-@pytest.mark.parametrize("name", ["programs", "overhead"])
+@pytest.mark.parametrize("name", ["programs", "overhead", "rolled_rings"])
 def test_results_say_what_they_were_made_with(name: str) -> None:
     assert "jax" in json.dumps(json.loads((RESULTS / f"{name}.json").read_text()))
 
