@@ -9,7 +9,7 @@ import functools
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,18 +22,14 @@ import passes
 from bench.deciding import chains
 from bench.deciding.chains import Drawn
 from bench.deciding.rows import ORIGINAL, Compiled, Decided
-from bench.schedules import measure, programs
+from bench.schedules import decided, measure, programs
 from bench.schedules.case import Slice
-from cost_model import Estimate, Hardware, Topology
+from cost_model import Estimate, Topology
 from overlap import verify
 from overlap.hlo.parse import parse
 from overlap.hlo.simulate import simulate
 from overlap.trial_target import Target
-from passes import Plan, RingSchedule, Trial
-from passes.candidates import candidates
-from passes.decide import Decision
-from passes.network import Network
-from passes.pricing import pricer
+from passes import RingSchedule, Trial
 
 ONLY_PREDICTING: Final = frozenset(
     {f"passes/{name}.py" for name in ("candidates", "decide", "pricing", "rules", "reasons", "site")}
@@ -63,7 +59,7 @@ and timed: what was compiled stays good when they change."""
 
 def decide(chain: Drawn) -> Decided:
     """What ``policy="auto"`` decides: the plan of the chain's program, as ``explain`` and a call make it."""
-    _, decision = _decision(_plan(chain, "auto"))
+    _, decision = decided.decision_of(decided.plan_of(_original(chain), operands_of(chain), "auto"))
     if decision.ring is None or decision.estimate is None:
         raise ValueError(f"{chain.name}: no ring is priced, {decision.reason.sentence}")
     return Decided(
@@ -90,7 +86,7 @@ def compile_one(chain: Drawn, schedule: str) -> Compiled:
     found: dict[str, Any] = {}
     try:
         mesh, operands = mesh_of(chain.slice), operands_of(chain)
-        program = programs.manual(chains.problem(chain), mesh)
+        program = _original(chain)
         if schedule != ORIGINAL:
             program = forced(chain, candidates_of(chain)[schedule][0])
         hardware = cost_model.by_name(chain.slice.hardware)
@@ -131,6 +127,7 @@ def read_sources() -> Iterator[Path]:
         "bench/deciding/chains",
         "bench/deciding/measure",
         "bench/schedules/programs",
+        "bench/schedules/decided",
     ):
         yield top / f"{name}.py"
 
@@ -146,52 +143,21 @@ def operands_of(chain: Drawn) -> tuple[Any, ...]:
     return programs.operands(chains.problem(chain), mesh_of(chain.slice))
 
 
-def _plan(chain: Drawn, policy: passes.Policy, try_out: passes.TryOut | None = None) -> Plan:
-    """The plan of the chain's program, as the decorator makes it."""
-    original = programs.manual(chains.problem(chain), mesh_of(chain.slice))
-    jaxpr = original.trace(*operands_of(chain)).jaxpr
-    return passes.make_plan(jaxpr, policy, _hardware_of, try_out=try_out)
-
-
-def _hardware_of(device_kind: str | None) -> Hardware | None:
-    return None if device_kind is None else cost_model.from_device_kind(device_kind)
-
-
-def _decision(plan: Plan) -> tuple[Plan, Decision]:
-    """The program's one decision, and the plan of the jaxpr that it is in."""
-    (found,) = [(inner, decision) for inner in _plans(plan) for decision in inner.decisions]
-    return found
-
-
-def _plans(plan: Plan) -> Iterable[Plan]:
-    yield plan
-    for number in plan.bodies:
-        for body in plan.bodies_of(number):
-            yield from _plans(body)
+def _original(chain: Drawn) -> Any:
+    """The chain's program as written."""
+    return programs.manual(chains.problem(chain), mesh_of(chain.slice))
 
 
 def candidates_of(chain: Drawn) -> dict[str, tuple[RingSchedule, Estimate]]:
     """Name → schedule and price, the fastest first: those of a search, and the one that is decided for."""
-    inner, decision = _decision(_plan(chain, "auto"))
-    assert decision.ring is not None
-    mesh = mesh_of(chain.slice)
-    network = Network(cost_model.by_name(chain.slice.hardware), mesh, frozenset(mesh.axis_names))
-    axis = network.axis(decision.collective)
-    assert axis is not None
-    price = pricer(inner.flow, decision.ring.chain, axis)
-    every = candidates(inner.flow, decision.ring.chain, axis, thorough=True)
-    priced = [(schedule, price(schedule)) for schedule in dict.fromkeys((decision.ring.schedule, *every))]
-    priced.sort(key=lambda pair: pair[1].overlapped_s)
-    named: dict[str, tuple[RingSchedule, Estimate]] = {}
-    for schedule, estimate in priced:
-        assert str(schedule) not in named, f"two schedules are called {schedule}"
-        named[str(schedule)] = schedule, estimate
-    return named
+    plan = decided.plan_of(_original(chain), operands_of(chain), "auto")
+    return decided.candidates_of(plan, mesh_of(chain.slice), cost_model.by_name(chain.slice.hardware))
 
 
 def forced(chain: Drawn, schedule: RingSchedule) -> Callable[..., Any]:
     """The chain's program with a ring of this schedule, jitted."""
-    plan = _plan(chain, "verify", lambda program, schedules: Trial(schedule, 1.0, 0.5, "modelled"))
+    taken: Trial[RingSchedule] = Trial(schedule, 1.0, 0.5, "modelled")
+    plan = decided.plan_of(_original(chain), operands_of(chain), "verify", lambda *_: taken)
     run = passes.rewritten(plan)
 
     def program(*operands: Any) -> Any:

@@ -1,0 +1,148 @@
+"""The cost model's rings against the compiled schedules of the grid: how far its predictions are off.
+
+    python -m bench.ring_model
+
+Reads bench/results/tpu_schedules.json, predicts every row of one chain anew, and compares. Compiles nothing,
+but needs libtpu to describe the devices. Both sides are modelled: the one by formulas, the other from the
+schedules that the TPU compiler chose.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any, Final
+
+from bench.schedules import decided, grid, measure, programs, run
+from bench.schedules.rows import ORIGINAL, OURS, Row
+from cost_model import by_name
+from overlap import tpu_target
+
+if __name__ == "__main__":
+    os.environ.update(tpu_target.ENVIRONMENT)
+
+NAME: Final = "ring_model"
+MOST: Final = 0.08
+"""Median error of rings to stay below."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prediction:
+    """One version of a row's program.
+
+    Attributes:
+      row: the row's name.
+      chip: its chip.
+      schedule: the ring's, in words; "as written" for the original.
+      predicted_s: by the cost model.
+      compiled_s: of the compiled schedule.
+    """
+
+    row: str
+    chip: str
+    schedule: str
+    predicted_s: float
+    compiled_s: float
+
+    @property
+    def error(self) -> float:
+        """How much more is predicted, as a part of the compiled time."""
+        return self.predicted_s / self.compiled_s - 1
+
+
+def predictions(row: Row) -> list[Prediction]:
+    """Of the row's original and its different rings; none where the program has several chains."""
+    (case,) = (case for case in grid.tpu_cases() if case.name == row.name)
+    if row.pattern in ("mlp", "mlp_grad") or ORIGINAL not in row.versions:
+        return []
+    problem, mesh = programs.problem(case), measure.tpu_mesh(case.slice)
+    plan = decided.plan_of(programs.manual(problem, mesh), programs.operands(problem, mesh), "auto")
+    priced = decided.candidates_of(plan, mesh, by_name(case.slice.hardware))
+    _, decision = decided.decision_of(plan)
+    assert decision.estimate is not None
+    written = decision.estimate.original_s, row.versions[ORIGINAL].total_s
+    found = {"as written": Prediction(row.name, row.chip, "as written", *written)}
+    for version in OURS:
+        figures = row.versions.get(version)
+        if figures is not None and figures.schedule in priced:
+            _, estimate = priced[figures.schedule]
+            found[figures.schedule] = Prediction(
+                row.name, row.chip, figures.schedule, estimate.overlapped_s, figures.total_s
+            )
+    return list(found.values())
+
+
+def errors(found: Sequence[Prediction]) -> dict[str, dict[str, float]]:
+    """Number of predictions, median and 90th percentile of their errors, of originals and rings, per chip."""
+    groups: dict[str, list[float]] = {}
+    for each in found:
+        kind = "as written" if each.schedule == "as written" else "rings"
+        for name in (f"{kind}, all", f"{kind}, {each.chip}"):
+            groups.setdefault(name, []).append(abs(each.error))
+    return {
+        name: {
+            "count": len(of),
+            "median": statistics.median(of),
+            "p90": sorted(of)[int(0.9 * (len(of) - 1))],
+        }
+        for name, of in sorted(groups.items())
+    }
+
+
+def document(found: Sequence[Prediction], made_with: dict[str, str]) -> str:
+    """The page."""
+    lines = [
+        "# Predictions against compiled schedules",
+        "",
+        "Rows of the [grid](tpu_schedules.md) with one chain: the cost model's time against that of the schedule",
+        "which the TPU compiler chose. Both are modelled. Made with "
+        + ", ".join(f"{name} {version}" for name, version in made_with.items())
+        + ".",
+        "",
+        "| | predictions | median error | 90th percentile |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {name} | {of['count']} | {of['median']:.1%} | {of['p90']:.1%} |"
+        for name, of in errors(found).items()
+    ]
+    lines += ["", "| row | schedule | predicted | compiled | error |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {each.row} | {each.schedule} | {each.predicted_s * 1e6:.0f} µs | {each.compiled_s * 1e6:.0f} µs "
+        f"| {each.error:+.0%} |"
+        for each in found
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Compares, prints, writes; the exit status is 1 where the figure is missed, 2 without libtpu."""
+    if (said := tpu_target.missing()) is not None:
+        print(f"{NAME}: {said}", file=sys.stderr)
+        return 2
+    path = run.RESULTS / "tpu_schedules.json"
+    if not path.exists():
+        print(f"{NAME}: there is no {path} yet; make bench-tpu writes it", file=sys.stderr)
+        return 2
+    content: Any = json.loads(path.read_text("utf-8"))
+    found = [each for row in content["rows"] for each in predictions(Row.from_dict(row))]
+    made_with = run.versions("libtpu")
+    told = errors(found)
+    for name, of in told.items():
+        print(f"{name}: {of['count']} rows, median {of['median']:.1%}, 90 % within {of['p90']:.1%}")
+    rows = [{**dataclasses.asdict(each), "error": each.error} for each in found]
+    run.write(
+        run.RESULTS, NAME, document(found, made_with), {"versions": made_with, "errors": told, "rows": rows}
+    )
+    print(f"\nWritten: {run.RESULTS / NAME}.md and .json")
+    return 0 if told["rings, all"]["median"] <= MOST else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
