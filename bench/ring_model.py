@@ -100,8 +100,8 @@ def document(found: Sequence[Prediction], made_with: dict[str, str]) -> str:
     lines = [
         "# Predictions against compiled schedules",
         "",
-        "Rows of the [grid](tpu_schedules.md) with one chain: the cost model's time against that of the schedule",
-        "which the TPU compiler chose. Both are modelled. Made with "
+        "Rows of the [grid](tpu_schedules.md) with one chain: the cost model's time against that of the",
+        "schedule which the TPU compiler chose. Both are modelled. Made with "
         + ", ".join(f"{name} {version}" for name, version in made_with.items())
         + ".",
         "",
