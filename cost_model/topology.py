@@ -137,7 +137,7 @@ class Topology:
         of slices smaller than 4x4x4, such as 2x2x4: no wraparound at all; `wraparound` can say so.
 
         If the devices are finer than the hardware (a core each, where it describes a chip), the topology's
-        `hardware` is that of a part: see `Hardware.per_core`. GPUs of one process share an NVLink switch.
+        `hardware` is that of a part: see `Hardware.per_core`. GPUs of one host share an NVLink switch.
         Devices without coordinates on hardware with a torus get what `logical` assumes.
 
         Args:
@@ -328,9 +328,13 @@ class Topology:
 
     @classmethod
     def _behind_switches(cls, devices: Sequence[Any], hardware: Hardware) -> Topology:
-        shared = "cpu" in hardware.device_kinds
-        processes = [0 if shared else getattr(device, "process_index", 0) for device in devices]
-        domains = _numbered(processes)
+        # XLA counts the GPUs of one host as a slice, however many processes it runs.
+        hosts: list[Any] = [getattr(device, "slice_index", None) for device in devices]
+        if "cpu" in hardware.device_kinds:
+            hosts = [0] * len(devices)
+        elif any(host is None or host < 0 for host in hosts):
+            hosts = [getattr(device, "process_index", 0) for device in devices]
+        domains = _numbered(hosts)
         counts: dict[int, int] = {}
         places = []
         for domain in domains:

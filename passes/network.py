@@ -72,10 +72,19 @@ class Network:
 
     @cached_property
     def _topology(self) -> Topology | None:
-        """Where the devices are, if they say so. The same in every process: a mesh lists all devices."""
+        """Where the devices are, if they say so. The same in every process: a mesh lists all devices.
+
+        Of devices behind one switch there is nothing to say; of several hosts with one each there is, if the
+        network between them is known.
+        """
         devices = getattr(self.mesh, "devices", None)
-        if self.hardware is None or self.hardware.network != "torus" or devices is None:
+        if self.hardware is None or devices is None:
             return None
+        if self.hardware.network == "switch":
+            if not self.hardware.dcn_bytes_per_s:
+                return None
+            hosts = Topology.from_devices(devices, self.hardware)
+            return hosts if len({place.domain for place in hosts.places}) > 1 else None
         if any(getattr(device, "coords", None) is None for device in devices.flat):
             return None
         return Topology.from_devices(devices, self.hardware)

@@ -147,6 +147,15 @@ def test_gpus_of_a_process_share_a_switch() -> None:
     assert topology.link_bytes_per_s(topology.route(1, 6)[0]) == 5e10
 
 
+@pytest.mark.parametrize("processes", [2, 8])
+def test_gpus_of_a_host_share_a_switch_whatever_their_process(processes: int) -> None:
+    devices = [Device(process_index=i * processes // 8, slice_index=i // 4) for i in range(8)]
+    topology = Topology.from_devices(devices, _H100)
+    assert str(topology) == "2 hosts of 4 h100, each behind one switch"
+    assert names(topology, 1, 3) == ["device 1→switch", "switch→device 3"]
+    assert names(topology, 1, 6) == ["device 1→network", "network→host 1 device 2"]
+
+
 def test_cpu_devices_share_one_memory_whatever_their_process() -> None:
     topology = Topology.from_devices([Device(process_index=i) for i in range(4)], _CPU)
     assert str(topology) == "4 cpu behind one switch"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from types import SimpleNamespace
@@ -102,6 +103,20 @@ def test_without_hardware_there_is_no_axis() -> None:
 def test_an_axis_whose_devices_do_not_say_where_they_are_is_a_ring_of_its_own(network: Network) -> None:
     axis = network.axis(collective("x", size=8))
     assert axis == Axis(network.hardware, 8)  # type: ignore[arg-type]
+
+
+def test_an_axis_across_hosts_of_gpus_has_the_network_between_them() -> None:
+    mesh = mesh_of({"hosts": 2, "x": 4}, [None] * 8)
+    for number, device in enumerate(mesh.devices.flat):
+        device.slice_index = number // 4
+    network = Network(H100, mesh)
+    inside, across = (network.axis(collective(name, size=size)) for name, size in (("x", 4), ("hosts", 2)))
+    assert inside is not None and across is not None
+    megabytes = 64e6
+    assert inside.all_gather_s(megabytes) == pytest.approx(Axis(H100, 4).all_gather_s(megabytes))
+    assert across.step_s(megabytes, 1) == pytest.approx(megabytes / H100.dcn_bytes_per_s, rel=0.02)
+    unknown = dataclasses.replace(H100, dcn_bytes_per_s=0.0)
+    assert Network(unknown, mesh).axis(collective("hosts", size=2)) == Axis(unknown, 2)
 
 
 def test_orders_come_from_the_coordinates_of_the_devices() -> None:
