@@ -1,4 +1,4 @@
-"""Measures what the library itself costs: a warm call, rewriting, importing.
+"""Measures what the library itself costs: a warm call, rewriting, compiling, importing.
 
     python -m bench.overhead            prints a table, writes bench/results/overhead.json and .md
     python -m bench.overhead --quick    few rounds and small programs: shows that it runs, not what it costs
@@ -14,6 +14,7 @@ import argparse
 import dataclasses
 import functools
 import gc
+import itertools
 import json
 import os
 import platform
@@ -47,6 +48,9 @@ CALL_S: Final = 25e-6
 
 REWRITE: Final = 2.0
 """Target: the time of rewriting a program over the time of tracing it."""
+
+LAYERS: Final = (1, 10, 30, 100)
+"""Of the programs that are compiled."""
 
 IMPORT_S: Final = 0.3
 """Target: what ``import overlap`` may take once jax is imported."""
@@ -243,6 +247,70 @@ def measure_rewrite(
     )
 
 
+# Compiling.
+
+
+def mlp_layers(count: int, *, scanned: bool) -> Program:
+    """Layers of a tensor-parallel MLP, a gather and a scatter each, all in a row or in one scan."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+
+    def layer(x: Any, weights: tuple[Any, Any]) -> tuple[Any, None]:
+        w, v = weights
+        h = jnp.tanh(lax.all_gather(x, "x", tiled=True) @ w)
+        return x + lax.psum_scatter(h @ v, "x", tiled=True), None
+
+    def body(x: Any, w: Any, v: Any) -> Any:
+        if scanned:
+            return lax.scan(layer, x, (w, v))[0]
+        for i in range(count):
+            x, _ = layer(x, (w[i], v[i]))
+        return x
+
+    specs = (P("x"), P(None, None, "x"), P(None, "x"))
+    shapes = (128, 64), (count, 64, 256), (count, 256, 64)
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, specs, strict=True)
+    ]
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("x")), arguments
+
+
+def build(function: Callable[..., Any], arguments: Sequence[Any], policy: Any) -> tuple[float, float, int]:
+    """Seconds of tracing (and rewriting) anew, and of compiling; temporary bytes of one device."""
+    jitted: Any = jax.jit(lambda *args: function(*args))
+    program = jitted if policy is None else overlap_collectives(jitted, policy=policy, strict=True)
+    gc.collect()
+    start = time.perf_counter()
+    traced = program.trace(*arguments)
+    middle = time.perf_counter()
+    compiled = traced.lower().compile()
+    spent_s = time.perf_counter() - middle
+    return middle - start, spent_s, int(compiled.memory_analysis().temp_size_in_bytes)
+
+
+def measure_build(count: int, *, scanned: bool, rounds: int) -> Figure:
+    """From a function to a program that can run, with every chain as a ring and without."""
+    function, arguments = mlp_layers(count, scanned=scanned)
+    found: dict[str, list[tuple[float, float, int]]] = {"jitted": [], "decorated": []}
+    for turn in range(rounds):
+        for name in found if turn % 2 else reversed(found):
+            found[name].append(build(function, arguments, None if name == "jitted" else "always"))
+    told, totals = {}, {}
+    for name, runs in found.items():
+        trace_s, compile_s = (statistics.median(run[part] for run in runs) for part in (0, 1))
+        totals[name] = trace_s + compile_s
+        told[name] = f"{name} {trace_s:.2f} + {compile_s:.2f} s, {runs[0][2] / 1e3:.0f} kB"
+    return Figure(
+        name=f"trace and rewrite + compile, temporary memory: {count} layers, "
+        + ("scanned" if scanned else "unrolled"),
+        base=told["jitted"],
+        full=told["decorated"],
+        value=totals["decorated"] / totals["jitted"],
+        target=None,
+        unit="×",
+    )
+
+
 # Importing.
 
 _IMPORT = """
@@ -290,6 +358,8 @@ def measure(quick: bool) -> list[Figure]:
     without = functools.partial(dense_layers, collectives=False)
     figures += [rewriting("layers without collectives", without, size, target=REWRITE) for size in sizes]
     figures.append(rewriting("a collective per 12 equations", dense_layers, sizes[0], target=None))
+    for scanned, count in itertools.product((True, False), (1, 2) if quick else LAYERS):
+        figures.append(measure_build(count, scanned=scanned, rounds=1 if quick else 3))
     figures.append(measure_import(1 if quick else 7))
     return figures
 
