@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{tables.headline(rows, found)}\n\n{tables.targets(found)}\n\n{tables.means(found)}\n")
     print(tables.misses(found))
     notes = (*tables.NOTES, *([] if verify and measure.can_verify() else [tables.WITHOUT_VERIFY]))
+    measured = {row.name for row in rows}
+    if left := [case.name for case in grid.tpu_cases() if case.name not in measured]:
+        notes = (*notes, f"Of the grid {len(left)} rows are not measured here: {', '.join(left)}.")
     if (folder := command.folder(options)) is not None:
         page = tables.document(rows, found, made_with, title=TITLE, notes=notes)
         run.write(folder, NAME, page, tables.content(rows, found, made_with, notes=notes))

@@ -48,8 +48,7 @@ def tried_whole(plan: Plan, try_out: TryOut) -> Plan:
 
     The program is compiled as written and with its rings, first of all with the fastest of each chain, then
     with fewer that need memory and with fewer rings: what gains and fits first is taken, and if nothing
-    does the program as written. As planned remains what cannot be compiled on its own, and what is no more
-    than a chain, which was tried.
+    does the program as written. As planned remains what cannot be compiled on its own.
 
     Args:
       plan: of a whole program, made by a policy that tries chains out.
@@ -58,8 +57,8 @@ def tried_whole(plan: Plan, try_out: TryOut) -> Plan:
     plans = _plans(plan)
     attempts = {_selection(rings): rings for rings in _attempts(plans) if rings}
     selections = dict(itertools.islice(attempts.items(), MOST))
-    program = None if _is_one_chain(plans) else _excerpt(plan, selections)
-    if not selections or program is None:
+    program = _excerpt(plan, selections) if selections else None
+    if program is None:
         return plan
     trial = try_out(program, tuple(selections))
     if trial is None:
@@ -76,13 +75,6 @@ def _plans(plan: Plan) -> list[Plan]:
         for body in plan.bodies_of(op):
             found.update(dict.fromkeys(_plans(body)))
     return list(found)
-
-
-def _is_one_chain(plans: list[Plan]) -> bool:
-    """Whether a program is no more than one chain."""
-    rings = [d.ring for plan in plans for d in plan.decisions if d.ring is not None]
-    ops = sum(not plan.bodies_of(op) for plan in plans for op in plan.flow.live)
-    return len(rings) == 1 and ops <= len(rings[0].chain.members)
 
 
 def _attempts(plans: list[Plan]) -> Iterator[Rings]:

@@ -40,11 +40,20 @@ def test_what_it_costs_is_tabled_with_the_figures_of_the_last_run() -> None:
 
 def summary() -> dict[str, tuple[str, str]]:
     """The first table's results and their kinds, by the name of the run that they are from."""
-    programs, matmuls, overhead, gpu, rolled = (
+    programs, matmuls, overhead, gpu, rolled, tpu, rings = (
         json.loads((RESULTS / f"{name}.json").read_text())
-        for name in ("programs", "matmul_model", "overhead", "gpu_schedules", "rolled_rings")
+        for name in (
+            "programs",
+            "matmul_model",
+            "overhead",
+            "gpu_schedules",
+            "rolled_rings",
+            "tpu_schedules",
+            "ring_model",
+        )
     )
     (auto,) = (means for means in gpu["summary"]["means"] if means["version"] == "auto")
+    of_tpus = {means["version"]: means for means in tpu["summary"]["means"]}
     took = {(row["pattern"], row["devices"], row["form"]): row for row in rolled["rows"]}
     patterns = {pattern for pattern, _, _ in took}
     growth = [
@@ -66,6 +75,17 @@ def summary() -> dict[str, tuple[str, str]]:
     return {
         "programs": (f"×{min(gains):.2f} to ×{max(gains):.2f} in {len(gains)} programs", "modelled"),
         "gpu_schedules": (f"×{auto['over_original']:.2f} in {auto['rows']} rows", "modelled"),
+        **{
+            f"tpu_schedules, {version}": (
+                f"×{of_tpus[version]['over_xla']:.2f} over XLA, "
+                f"{of_tpus[version]['efficiency']:.0%} of the limit, "
+                f"{len(tpu['summary']['slower'][version])} rows slower, "
+                f"{len(tpu['summary']['more_memory'][version])} with more memory",
+                "modelled",
+            )
+            for version in ("auto", "verify")
+        },
+        "ring_model": (f"median error {rings['errors']['rings, all']['median']:.1%}", "modelled"),
         "matmul_model": (
             f"median error {min(errors):.1f} % to {max(errors):.1f} % on {len(errors)} chips",
             "modelled",
