@@ -29,7 +29,7 @@ from passes.chains import AllGatherDot, ShardReduction
 from passes.collective import Collective
 from passes.graph import Dataflow
 from passes.hops import Places, Rings
-from passes.schedule import LANES, WHOLE, Across, Part, RingSchedule, across, divisions, parts
+from passes.schedule import LANES, WHOLE, Across, Part, RingSchedule, across, divisions, parts, tile_rows
 from passes.wire import wire_dtype
 
 
@@ -86,7 +86,7 @@ class _Ring:
         self.dim = chain.blocked[chain.wire]
         self.cut_across = across(flow, chain) if schedule.across else None
         if self.cut_across is None:
-            self.divided = parts(schedule, divisions(flow, chain))
+            self.divided = parts(schedule, divisions(flow, chain), tile_rows(flow, chain))
             self.bounds: tuple[Fraction, ...] = ()
         else:
             # Every piece has whole blocks of the gathered dim, and its part of the other one.

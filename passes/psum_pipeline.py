@@ -17,7 +17,7 @@ from passes.chains import DotPsum
 from passes.graph import Dataflow, Operand
 from passes.hops import Rings
 from passes.scatter_ring import partial_sum, widened_ops
-from passes.schedule import Across, Part, RingSchedule, across, divisions, parts
+from passes.schedule import Across, Part, RingSchedule, across, divisions, parts, tile_rows
 
 
 def emit_psum_pipeline(
@@ -82,7 +82,7 @@ class _Pipeline:
             left = _other_size(flow, chain, self.cut_across) % self.chunks
         if left:
             raise ValueError(f"{schedule}: the dim that it cuts does not make so many equal chunks")
-        self.divided = parts(schedule, unit)
+        self.divided = parts(schedule, unit, tile_rows(flow, chain))
         op = flow.ops[self.collective.op]
         self.operand_aval = flow.aval(op.inputs[0])
         self.aval = flow.avals[op.outputs[0]]

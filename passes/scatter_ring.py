@@ -19,7 +19,7 @@ from passes.block_eval import Piece, Read, accumulator_dtype, blank, blank_of, c
 from passes.chains import DotReduceScatter
 from passes.graph import Dataflow, Operand
 from passes.hops import Places, Rings
-from passes.schedule import LANES, WHOLE, Across, Part, RingSchedule, across, divisions, parts
+from passes.schedule import LANES, WHOLE, Across, Part, RingSchedule, across, divisions, parts, tile_rows
 
 _EXACT = frozenset(
     {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "neg", "pvary"}
@@ -49,7 +49,7 @@ class _Ring:
         self.axis_size = chain.collective.axis_size
         self.cut_across = across(flow, chain) if schedule.across else None
         if self.cut_across is None:
-            self.divided = parts(schedule, divisions(flow, chain))
+            self.divided = parts(schedule, divisions(flow, chain), tile_rows(flow, chain))
             self.dim = chain.collective.dim
         else:
             # Every piece has whole blocks of the scattered dim, and its part of the other one.

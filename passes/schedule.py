@@ -199,6 +199,13 @@ LANES: Final = 128
 """Columns of such a tile."""
 
 
+def tile_rows(flow: Dataflow, chain: Chain) -> int:
+    """Rows of a tile of the narrowest operand of a chain's dots: twice as many for operands of one byte."""
+    dots = chain.scatter.dots if isinstance(chain, DotPsum) else chain.dots
+    operands = (operand for dot in dots for operand in flow.ops[dot.op].inputs)
+    return TILE * max(1, 2 // min(flow.aval(operand).dtype.itemsize for operand in operands))
+
+
 def parts(schedule: RingSchedule, unit: int, grain: int = TILE) -> tuple[Part, ...]:
     """How a schedule divides each block, given the number of equal parts it can be cut into.
 
