@@ -28,7 +28,7 @@ from passes.candidates import (
 from passes.chains import AllGatherDot, Chain, DotPsum
 from passes.graph import Dataflow
 from passes.rules import DEFAULT, EXPLICIT, IMPLIED, rule
-from passes.schedule import RingSchedule, across, divisions
+from passes.schedule import RingSchedule, across, divisions, parts, tile_rows
 from tests.passes import bodies
 
 HARDWARE = [by_name(name) for name in names()]
@@ -153,6 +153,15 @@ def test_blocks_can_be_cut_otherwise_where_that_makes_odds() -> None:
         assert cut_otherwise(chain, dataclasses.replace(plain, cut="early")) == apart
     assert cut_otherwise(gather_free()[1], plain) is None
     assert cut_otherwise(exchange()[1], EXCHANGE) is None
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [("int8", 32), ("bfloat16", 16), ("float32", 16)])
+def test_uneven_pieces_begin_at_the_tiles_of_the_narrowest_operand(dtype: str, rows: int) -> None:
+    flow, chain = scatter(block=1024, dtype=jnp.dtype(dtype))
+    assert tile_rows(flow, chain) == rows
+    three = RingSchedule(directions=1, chains=3)
+    starts = [int(part.start * 1024) for part in parts(three, divisions(flow, chain), tile_rows(flow, chain))]
+    assert all(start % rows == 0 for start in starts) and starts[1] % 128
 
 
 def test_a_block_of_one_part_is_not_cut() -> None:
