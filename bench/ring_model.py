@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from bench.schedules import decided, grid, measure, programs, run
+from bench.schedules.case import Case
 from bench.schedules.rows import ORIGINAL, OURS, Row
 from cost_model import by_name
 from overlap import tpu_target
@@ -56,9 +57,8 @@ class Prediction:
         return self.predicted_s / self.compiled_s - 1
 
 
-def predictions(row: Row) -> list[Prediction]:
+def predictions(row: Row, case: Case) -> list[Prediction]:
     """Of the row's original and its different rings; none where the program has several chains."""
-    (case,) = (case for case in grid.tpu_cases() if case.name == row.name)
     if row.pattern in ("mlp", "mlp_grad") or ORIGINAL not in row.versions:
         return []
     problem, mesh = programs.problem(case), measure.tpu_mesh(case.slice)
@@ -131,7 +131,9 @@ def main() -> int:
         print(f"{NAME}: there is no {path} yet; make bench-tpu writes it", file=sys.stderr)
         return 2
     content: Any = json.loads(path.read_text("utf-8"))
-    found = [each for row in content["rows"] for each in predictions(Row.from_dict(row))]
+    cases = {case.name: case for case in grid.tpu_cases()}
+    rows_of_grid = map(Row.from_dict, content["rows"])
+    found = [each for row in rows_of_grid for each in predictions(row, cases[row.name])]
     made_with = run.versions("libtpu")
     told = errors(found)
     for name, of in told.items():

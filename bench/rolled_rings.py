@@ -30,6 +30,7 @@ from bench.schedules.case import Slice
 from cost_model import Topology, by_name
 from overlap import tpu_target
 from passes import RingSchedule, Trial
+from passes.candidates import UNROLL
 
 if __name__ == "__main__":
     os.environ.update(tpu_target.ENVIRONMENT)
@@ -103,7 +104,7 @@ def program(pattern: str, mesh: Mesh, form: str) -> tuple[Callable[..., Any], st
     chosen: list[RingSchedule] = []
 
     def as_wanted(_: Any, schedules: tuple[RingSchedule, ...]) -> Trial[RingSchedule]:
-        unroll = 0 if form == "unrolled" else 4
+        unroll = 0 if form == "unrolled" else UNROLL
         best = next(s for s in schedules if not s.walks)
         chosen.append(dataclasses.replace(best, unroll=unroll))
         return Trial(chosen[-1], 1.0, 0.5, "modelled")

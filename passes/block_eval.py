@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -152,6 +152,14 @@ def cut_once(flow: Dataflow, blocks: Iterable[BlockOp]) -> dict[int, int]:
             if isinstance(operand, int) and operand not in made and dim is not None:
                 dims.setdefault(operand, set()).add(dim)
     return {operand: dim for operand, (dim, *more) in ((o, tuple(d)) for o, d in dims.items()) if not more}
+
+
+def blocks_of(
+    wholes: Mapping[int, Any], dims: Mapping[int, int], piece: Piece | Joined, *, apart: bool
+) -> dict[int, Any]:
+    """The piece's block of each whole, along its dim; if ``apart``, cut out by an operation of its own."""
+    blocks = {operand: piece.of(wholes[operand], dim) for operand, dim in dims.items()}
+    return {o: lax.optimization_barrier(block) for o, block in blocks.items()} if apart else blocks
 
 
 def _varying(value: Any) -> frozenset[str]:

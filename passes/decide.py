@@ -124,7 +124,7 @@ def decide(
         else:
             axis = network.axis(match.collective, alone=alone)
             proposals.append((_propose(flow, match.collective, match.found, policy, axis), match.found))
-    proposals.sort(key=lambda p: (-_benefit_s(p[0]), p[0].collective.op))
+    proposals.sort(key=lambda p: (-benefit_s(p[0]), p[0].collective.op))
     invariance = Invariance(flow)
     taken: set[int] = set()
     for proposal, chains in proposals:
@@ -132,7 +132,7 @@ def decide(
         if not remaining:
             decision = dataclasses.replace(proposal, reason=_taken(flow, proposal, taken))
         else:
-            if taken.intersection(_dots(proposal)):
+            if taken.intersection(dots_of(proposal)):
                 axis = network.axis(proposal.collective, alone=alone)
                 proposal = _propose(flow, proposal.collective, remaining, policy, axis)
             invariant = proposal.collective.op in loop_invariant
@@ -141,7 +141,7 @@ def decide(
             else:
                 decision = _judge(proposal, policy, describe, network.hardware, invariant)
         if decision.rewritten:
-            taken.update(_dots(decision))
+            taken.update(dots_of(decision))
         decided[decision.collective.op] = decision
     return tuple(decided[op] for op in sorted(decided))
 
@@ -156,7 +156,8 @@ def _without_chain(collective: Collective, reason: Reason, policy: Policy, descr
     return dataclasses.replace(kept, rewritten=True)
 
 
-def _benefit_s(decision: Decision) -> float:
+def benefit_s(decision: Decision) -> float:
+    """What its ring is predicted to save; 0 where nothing is known."""
     return decision.estimate.benefit_s if decision.estimate else 0.0
 
 
@@ -166,7 +167,8 @@ def _gain(decision: Decision) -> float:
     return estimate.benefit_s / estimate.original_s if estimate and estimate.original_s else 0.0
 
 
-def _dots(decision: Decision) -> list[int]:
+def dots_of(decision: Decision) -> list[int]:
+    """The dots of its ring."""
     return [dot.op for dot in decision.ring.chain.dots] if decision.ring else []
 
 
@@ -213,7 +215,7 @@ def _remaining(
 
 
 def _taken(flow: Dataflow, proposal: Decision, taken: set[int]) -> Reason:
-    lost = next((op for op in _dots(proposal) if op in taken), None)
+    lost = next((op for op in dots_of(proposal) if op in taken), None)
     where = "" if lost is None else f"It is the dot_general at {flow.ops[lost].source}."
     return Reason(Code.DOT_TAKEN, where)
 
@@ -357,7 +359,7 @@ def _contracted(flow: Dataflow, units: Mapping[int, Unit], unit_of: Mapping[int,
 def _give_up_one(decisions: tuple[Decision, ...], cycle: list[tuple[int, int]]) -> tuple[Decision, ...]:
     units = {unit for edge in cycle for unit in edge}
     in_cycle = [d for d in decisions if d.rewritten and d.collective.op in units]
-    least = min(in_cycle, key=lambda d: (_benefit_s(d), -d.collective.op))
+    least = min(in_cycle, key=lambda d: (benefit_s(d), -d.collective.op))
     given_up = dataclasses.replace(
         least, rewritten=False, reason=Reason(Code.DEPENDS_ON_ITSELF, "It does so through another ring.")
     )

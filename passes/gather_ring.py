@@ -21,6 +21,7 @@ from passes.block_eval import (
     accumulator_dtype,
     as_varying,
     blank,
+    blocks_of,
     cut_once,
     run_on_piece,
     tie,
@@ -204,10 +205,8 @@ class _Ring:
 
     def _at_hand(self, shard: Any, piece: Piece | Joined) -> dict[int, Any]:
         """What has arrived, and the blocks for it that are cut apart, by value."""
-        blocks = {
-            operand: lax.optimization_barrier(piece.of(self.read(operand), dim))
-            for operand, dim in self.cut_apart.items()
-        }
+        wholes = {operand: self.read(operand) for operand in self.cut_apart}
+        blocks = blocks_of(wholes, self.cut_apart, piece, apart=True)
         dtype = self.flow.avals[self.chain.wire].dtype
         return {self.chain.wire: lax.convert_element_type(shard, dtype), **blocks}
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from passes import shims
-from passes.block_eval import Piece, Read, accumulator_dtype, as_varying, blank_of, cut_once, tie
+from passes.block_eval import Piece, Read, accumulator_dtype, as_varying, blank_of, blocks_of, cut_once, tie
 from passes.chains import DotPsum
 from passes.graph import Dataflow, Operand
 from passes.hops import Rings
@@ -141,7 +141,7 @@ class _Pipeline:
         wholes = {operand: read(operand) for operand in self.cut}
 
         def cut(piece: Piece) -> dict[int, Any]:
-            return {operand: piece.of(wholes[operand], dim) for operand, dim in self.cut.items()}
+            return blocks_of(wholes, self.cut, piece, apart=self.schedule.cut == "apart")
 
         sent: list[Any] = [None] * len(self.divided)
         in_flight: list[int] = []
@@ -172,8 +172,6 @@ class _Pipeline:
                 if self.schedule.cut != "early":
                     wholes = operands
                 cuts = operands if self.schedule.cut == "early" else cut(piece)
-                if self.schedule.cut == "apart":
-                    cuts = {operand: lax.optimization_barrier(block) for operand, block in cuts.items()}
                 in_flight = []
                 total = self._added(sent, index, piece, received, cuts, read)
                 with self.scope():

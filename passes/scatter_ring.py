@@ -15,7 +15,17 @@ import numpy as np
 from jax import lax
 
 from passes import shims
-from passes.block_eval import Piece, Read, accumulator_dtype, blank, blank_of, cut_once, run_on_piece, tie
+from passes.block_eval import (
+    Piece,
+    Read,
+    accumulator_dtype,
+    blank,
+    blank_of,
+    blocks_of,
+    cut_once,
+    run_on_piece,
+    tie,
+)
 from passes.chains import DotReduceScatter
 from passes.graph import Dataflow, Operand
 from passes.hops import Places, Rings
@@ -222,13 +232,10 @@ class _Ring:
         if self.schedule.cut == "early":
             return received, operands
         self.wholes = operands
-        blocks = self._blocks(piece)
-        if self.schedule.cut == "apart":
-            blocks = {operand: lax.optimization_barrier(block) for operand, block in blocks.items()}
-        return received, blocks
+        return received, self._blocks(piece)
 
     def _blocks(self, piece: Piece) -> dict[int, Any]:
-        return {operand: piece.of(self.wholes[operand], dim) for operand, dim in self.cut.items()}
+        return blocks_of(self.wholes, self.cut, piece, apart=self.schedule.cut == "apart")
 
     def _send(self, total: Any, part: Part, held: Any = 0) -> Any:
         with self.scope():

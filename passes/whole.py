@@ -13,7 +13,7 @@ from typing import Any, Final
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from passes.decide import Decision, TryOut
+from passes.decide import Decision, TryOut, benefit_s, dots_of
 from passes.excerpt import Excerpt
 from passes.plan import Plan
 from passes.reasons import Code, Reason
@@ -82,7 +82,7 @@ def _attempts(plans: list[Plan]) -> Iterator[Rings]:
     lean: dict[tuple[int, int], Decision] = {}
     fastest: dict[tuple[int, int], Decision] = {}
     for number, plan in enumerate(plans):
-        taken = {dot for d in plan.decisions if d.rewritten for dot in _dots(d)}
+        taken = {dot for d in plan.decisions if d.rewritten for dot in dots_of(d)}
         for decision in plan.decisions:
             key = number, decision.collective.op
             if decision.rewritten and decision.ring is not None:
@@ -90,10 +90,10 @@ def _attempts(plans: list[Plan]) -> Iterator[Rings]:
             if decision.larger is None:
                 continue
             # What is not rewritten has left its dots to others.
-            if decision.rewritten or not taken.intersection(_dots(decision.larger)):
-                taken.update(_dots(decision.larger))
+            if decision.rewritten or not taken.intersection(dots_of(decision.larger)):
+                taken.update(dots_of(decision.larger))
                 fastest[key] = decision.larger
-    order = sorted(fastest, key=lambda key: (_benefit_s(fastest[key]), key))
+    order = sorted(fastest, key=lambda key: (benefit_s(fastest[key]), key))
     yield fastest
     for key in order:
         if fastest[key] is not lean.get(key):
@@ -107,14 +107,6 @@ def _attempts(plans: list[Plan]) -> Iterator[Rings]:
 
 def _without(rings: Rings, key: tuple[int, int]) -> Rings:
     return {other: decision for other, decision in rings.items() if other != key}
-
-
-def _dots(decision: Decision) -> list[int]:
-    return [] if decision.ring is None else [dot.op for dot in decision.ring.chain.dots]
-
-
-def _benefit_s(decision: Decision) -> float:
-    return decision.estimate.benefit_s if decision.estimate else 0.0
 
 
 def _selection(rings: Rings) -> Selection:
