@@ -117,7 +117,7 @@ class Trials:
             if times is not None and times.lasting:
                 conditions = {
                     "policy": policy,
-                    "chain": where,
+                    "program" if program.whole else "chain": where,
                     **{name: description[name] for name in ("device_kind", "mesh_shape", "versions")},
                 }
                 self._cache.store(key, times, choices, conditions)
