@@ -115,6 +115,7 @@ def predicted_s(sample: Sample, table: MatmulTable) -> float:
         dot.n,
         dot.dtype,
         matmul_samples.BYTES[dot.dtype],
+        matmul_samples.BYTES[dot.dtype],
         matmul_samples.BYTES[dot.out_dtype],
         lhs_near=sample.lhs != 0,
         rhs_near=sample.rhs != 0,

@@ -17,8 +17,9 @@ class Matmul:
     Attributes:
       batch, m, k, n: sizes of the batch, left free, contracting and right free dimensions (several dimensions
         of a role multiplied together). 0 is an empty matmul.
-      dtype: name of the operands' dtype.
+      dtype: name of the operands' dtype; of the wider one's where they differ.
       out_dtype: name of the result's dtype; `dtype` if None.
+      lhs_dtype, rhs_dtype: name of that operand's dtype; `dtype` if None.
 
     Raises:
       ValueError: a size is negative, or a dtype unknown.
@@ -30,12 +31,14 @@ class Matmul:
     n: int
     dtype: str = "bfloat16"
     out_dtype: str | None = None
+    lhs_dtype: str | None = None
+    rhs_dtype: str | None = None
 
     def __post_init__(self) -> None:
         if min(self.batch, self.m, self.k, self.n) < 0:
             raise ValueError(f"matmul sizes must not be negative, got {self}")
-        dtype_bytes(self.dtype)
-        dtype_bytes(self.out_dtype or self.dtype)
+        for dtype in (self.dtype, self.out_dtype, self.lhs_dtype, self.rhs_dtype):
+            dtype_bytes(dtype or self.dtype)
 
     @property
     def flops(self) -> int:
@@ -50,12 +53,12 @@ class Matmul:
     @property
     def lhs_bytes(self) -> float:
         """Bytes of the left operand."""
-        return self.batch * self.m * self.k * dtype_bytes(self.dtype)
+        return self.batch * self.m * self.k * dtype_bytes(self.lhs_dtype or self.dtype)
 
     @property
     def rhs_bytes(self) -> float:
         """Bytes of the right operand."""
-        return self.batch * self.k * self.n * dtype_bytes(self.dtype)
+        return self.batch * self.k * self.n * dtype_bytes(self.rhs_dtype or self.dtype)
 
     @property
     def result_bytes(self) -> float:
@@ -154,15 +157,15 @@ def _table_s(
     accumulator_near: bool,
 ) -> float:
     lhs_near, rhs_near, result_near = near
-    width = dtype_bytes(matmul.dtype)
     return table.seconds(
         matmul.batch,
         matmul.m,
         matmul.k,
         matmul.n,
         unit,
-        width,
-        width if matmul.out_dtype is None else dtype_bytes(matmul.out_dtype),
+        dtype_bytes(matmul.lhs_dtype or matmul.dtype),
+        dtype_bytes(matmul.rhs_dtype or matmul.dtype),
+        dtype_bytes(matmul.out_dtype or matmul.dtype),
         lhs_near=lhs_near,
         rhs_near=rhs_near,
         result_near=result_near,

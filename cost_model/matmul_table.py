@@ -136,7 +136,8 @@ class MatmulTable:
         k: int,
         n: int,
         unit: str,
-        width: float,
+        lhs_width: float,
+        rhs_width: float,
         out_width: float,
         *,
         lhs_near: bool = False,
@@ -150,7 +151,7 @@ class MatmulTable:
         Args:
           batch, m, k, n: sizes, at least 1.
           unit: what the matrix unit computes in.
-          width, out_width: bytes per element of the operands and of the result.
+          lhs_width, rhs_width, out_width: bytes per element of the operands and of the result.
           lhs_near, rhs_near, result_near, accumulator_near: whether it lies on the chip.
           accumulator_width: bytes per element of an array of the result's shape that is added to the
             product in the same fusion; 0 if there is none.
@@ -164,8 +165,8 @@ class MatmulTable:
         deep = -(-k // lanes) * lanes
         compute_s = 2 * batch * deep * max(area, self.least_rows[unit] * wide) / self.flops_per_s[unit]
 
-        lhs_bytes = batch * m * k * width
-        rhs_bytes = batch * k * n * width
+        lhs_bytes = batch * m * k * lhs_width
+        rhs_bytes = batch * k * n * rhs_width
         elements = batch * min(
             rows * -(-n // REGISTER) * REGISTER, -(-n // SUBLANES) * SUBLANES * -(-m // REGISTER) * REGISTER
         )
@@ -173,8 +174,10 @@ class MatmulTable:
         memory_s = near_s = read_bytes = 0.0
         step_s = self.step_s
         lhs_rate, rhs_rate = self.lhs_bytes_per_s, self.rhs_bytes_per_s
-        if width <= 1:
-            lhs_rate, rhs_rate = lhs_rate * self.narrow_reading, rhs_rate * self.narrow_reading
+        if lhs_width <= 1:
+            lhs_rate *= self.narrow_reading
+        if rhs_width <= 1:
+            rhs_rate *= self.narrow_reading
         if not lhs_near:
             memory_s += lhs_bytes / lhs_rate
             read_bytes += lhs_bytes
@@ -192,7 +195,7 @@ class MatmulTable:
             memory_s += again / self.rhs_bytes_per_s
             read_bytes += again
             step_s *= 1 + self.second_stream
-            compute_s += elements * max(0.0, k * width / DEPTH_BYTES - 1) / self.sums_per_s
+            compute_s += elements * max(0.0, k * min(lhs_width, rhs_width) / DEPTH_BYTES - 1) / self.sums_per_s
         if accumulator_width and not accumulator_near:
             memory_s += elements * accumulator_width / self.rhs_bytes_per_s
         if not result_near:

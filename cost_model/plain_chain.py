@@ -124,11 +124,24 @@ class PlainChain:
         gathers them, if nothing else needs them. For dots too small to be surely the matrix unit's it is not
         counted on.
         """
+        return self.elements * dtype_bytes("bfloat16") if self._rounds(axis) else self.moved_bytes
+
+    def multiplied(self, axis: Axis) -> tuple[PlainDot, ...]:
+        """The dots, with what travels in the dtype that it does so in."""
+        if not self._rounds(axis):
+            return self.dots
+        found = []
+        for dot in self.dots:
+            side = {"m": "lhs_dtype", "n": "rhs_dtype"}.get(dot.cut if dot.cut in ("m", "n") else self.free or "")
+            matmul = dot.matmul if side is None else dataclasses.replace(dot.matmul, **{side: "bfloat16"})
+            found.append(dataclasses.replace(dot, matmul=matmul))
+        return tuple(found)
+
+    def _rounds(self, axis: Axis) -> bool:
+        """Whether the array is rounded to bfloat16 before it travels."""
         rounds = self.pattern == "all_gather_dot" and self.dtype == "float32" and not self.handed_out
         blocks = [dot.piece(Fraction(1, axis.size)) for dot in self.dots]
-        if rounds and axis.hardware.network == "torus" and all(map(surely_rounds, blocks)):
-            return self.elements * dtype_bytes("bfloat16")
-        return self.moved_bytes
+        return rounds and axis.hardware.network == "torus" and all(map(surely_rounds, blocks))
 
     def unit(self, axis_size: int) -> int:
         """Into how many equal parts one device's block of every dot can be cut."""
@@ -292,9 +305,12 @@ def pays(priced: Estimate, hardware: Hardware) -> bool:
 
 
 def best(chain: PlainChain, axis: Axis, among: tuple[Form, ...] | None = None) -> tuple[Form, Estimate]:
-    """The form of the largest predicted benefit, the first of equals, and its price."""
+    """The form of the largest predicted benefit, the first of equals, and its price.
+
+    First of all come those that need no more memory than the chain as written.
+    """
     priced = [(form, price(chain, form, axis)) for form in among or forms(chain, axis)]
-    return max(priced, key=lambda pair: pair[1].benefit_s)
+    return max(priced, key=lambda pair: pair[1].rank)
 
 
 def _all(chain: PlainChain, axis: Axis) -> Iterator[Form]:
@@ -345,12 +361,13 @@ def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
     if chain.free is not None and columns > 1:
         second = (chain.free, Fraction(1, columns))
     summed = [_accumulator(d.matmul.out_dtype or d.matmul.dtype) for d in chain.dots if d.cut == "k"]
+    dots = chain.multiplied(axis)
     return RingWork(
         collective="all_gather",
         shard_bytes=chain.wire_bytes(axis) / axis.size,
         collective_shard_bytes=chain.wire_bytes(axis) / axis.size,
-        matmuls=tuple(dot.matmul for dot in chain.dots),
-        piece=tuple(dot.piece(Fraction(1, axis.size * pieces), second) for dot in chain.dots),
+        matmuls=tuple(dot.matmul for dot in dots),
+        piece=tuple(dot.piece(Fraction(1, axis.size * pieces), second) for dot in dots),
         directions=form.directions,
         rings=form.rings,
         walks=form.walks,

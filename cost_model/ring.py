@@ -94,6 +94,8 @@ class Estimate:
       hop_latency_s: the part of `hops_s` that latency alone would take; where the two are equal, larger
         shards would travel for free.
       overlapped_s: the ring, partial dots beside hops.
+      added_bytes: how much more temporary memory the ring needs than the collective; negative where it needs
+        less. Roughly, and counted of rings of one collective alone.
     """
 
     dot_s: float
@@ -102,6 +104,7 @@ class Estimate:
     hops_s: float
     hop_latency_s: float
     overlapped_s: float
+    added_bytes: float = 0.0
 
     @property
     def original_s(self) -> float:
@@ -112,6 +115,11 @@ class Estimate:
     def benefit_s(self) -> float:
         """Seconds that the ring saves; negative where it loses."""
         return self.original_s - self.overlapped_s
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """What of several rings is the better: one that needs no more memory, then one that saves more."""
+        return self.added_bytes <= 0, self.benefit_s
 
     def __add__(self, other: Estimate) -> Estimate:
         """Two sites, or two parts of one, one after the other."""
@@ -176,7 +184,21 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
         hops_s=work.columns * hops * wire_s,
         hop_latency_s=work.columns * hops * latency_s,
         overlapped_s=work.columns * (first_s + hops * step_s),
+        added_bytes=_buffers_bytes(work, hops) - axis.size * work.collective_shard_bytes,
     )
+
+
+def _buffers_bytes(work: RingWork, hops: int) -> float:
+    """Bytes that the rings need: shards that arrive and leave, and sums that are not the result yet.
+
+    A gather adds to the result itself, if there is one sum and of the result's dtype.
+    """
+    sums_bytes = 0.0
+    for piece, whole in zip(work.piece, work.matmuls, strict=True):
+        apart = work.accumulators > 1 or work.accumulator != (whole.out_dtype or whole.dtype)
+        if work.collective == "all_gather" and piece.k < whole.k and apart:
+            sums_bytes += whole.batch * whole.m * whole.n * dtype_bytes(work.accumulator)
+    return (min(hops, 2) * work.shard_bytes + sums_bytes) / work.columns
 
 
 def _placed_bytes(work: RingWork) -> float:

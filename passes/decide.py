@@ -181,6 +181,8 @@ def _propose(
 ) -> Decision:
     """The chain and schedule of the largest predicted benefit, the last of each if the hardware is unknown.
 
+    First of all come those that need no more memory than the chain as written.
+
     Under the policy "always" a chain of more dots comes first, whatever the benefit.
     """
     chains = tuple(chains)
@@ -195,7 +197,7 @@ def _propose(
     for chain in chains:
         price = pricer(flow, chain, axis)
         priced.extend((price(schedule), Ring(chain, schedule)) for schedule in candidates(flow, chain, axis))
-    best, ring = max(priced, key=lambda p: p[0].benefit_s)
+    best, ring = max(priced, key=lambda p: p[0].rank)
     return Decision(collective, ring, best, False, reason)
 
 

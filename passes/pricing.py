@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 from cost_model import Axis, Estimate, Matmul, RingWork, estimate, exchange_estimate
 from cost_model.pipeline import pipeline_estimate
@@ -74,8 +75,9 @@ def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis) -> WorkOf:
     wire = flow.avals[chain.wire]
     # What travels in a narrower type does so before and after.
     sent = wire_dtype(flow, chain) if axis.hardware.network == "torus" else wire.dtype
-    gathered_bytes = gathered.size * (gathered.dtype if sent == wire.dtype else sent).itemsize
-    whole = _matmuls(flow, chain, Fraction(1))
+    rounded = None if sent == wire.dtype else sent
+    gathered_bytes = gathered.size * (rounded or gathered.dtype).itemsize
+    whole = _matmuls(flow, chain, Fraction(1), rounded=rounded)
     sums = [flow.avals[flow.ops[d.op].outputs[0]] for d in chain.dots if d.dims.result_dim is None]
     accumulator = max((accumulator_dtype(s.dtype) for s in sums), key=lambda d: d.itemsize, default=None)
     cut = across(flow, chain)
@@ -90,7 +92,7 @@ def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis) -> WorkOf:
             shard_bytes=wire.size * sent.itemsize / axis_size,
             collective_shard_bytes=gathered_bytes / axis_size,
             matmuls=whole,
-            piece=_matmuls(flow, chain, Fraction(1, axis_size * pieces), second),
+            piece=_matmuls(flow, chain, Fraction(1, axis_size * pieces), second, rounded),
             directions=schedule.directions,
             rings=schedule.rings,
             walks=schedule.walks,
@@ -170,8 +172,17 @@ def _matmuls(
     chain: AllGatherDot | DotReduceScatter,
     share: Fraction,
     second: tuple[Across, Fraction] | None = None,
+    rounded: Any = None,
 ) -> tuple[Matmul, ...]:
-    return tuple(_matmul(flow, dot, share, second) for dot in chain.dots)
+    """The chain's dots on a share of their blocked dims; what a gather rounds is multiplied so."""
+    found = []
+    for dot in chain.dots:
+        whole = _matmul(flow, dot, share, second)
+        if rounded is not None:
+            lhs, rhs = (rounded.name if o in chain.blocked else None for o in flow.ops[dot.op].inputs)
+            whole = dataclasses.replace(whole, lhs_dtype=lhs, rhs_dtype=rhs)
+        found.append(whole)
+    return tuple(found)
 
 
 def _matmul(flow: Dataflow, dot: BlockOp, share: Fraction, second: tuple[Across, Fraction] | None) -> Matmul:
