@@ -89,7 +89,7 @@ _CHIPS = (
         clock_hz=1.05e9,
         dcn_bytes_per_s=6.25e9,
         dcn_latency_s=1e-5,
-        least_gain=0.12,
+        least_gain=0.15,
     ),
     Hardware(
         name="tpu_v5e",

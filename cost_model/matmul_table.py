@@ -195,7 +195,8 @@ class MatmulTable:
             memory_s += again / self.rhs_bytes_per_s
             read_bytes += again
             step_s *= 1 + self.second_stream
-            compute_s += elements * max(0.0, k * min(lhs_width, rhs_width) / DEPTH_BYTES - 1) / self.sums_per_s
+            depth_bytes = k * min(lhs_width, rhs_width)
+            compute_s += elements * max(0.0, depth_bytes / DEPTH_BYTES - 1) / self.sums_per_s
         if accumulator_width and not accumulator_near:
             memory_s += elements * accumulator_width / self.rhs_bytes_per_s
         if not result_near:

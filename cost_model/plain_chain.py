@@ -127,14 +127,18 @@ class PlainChain:
         return self.elements * dtype_bytes("bfloat16") if self._rounds(axis) else self.moved_bytes
 
     def multiplied(self, axis: Axis) -> tuple[PlainDot, ...]:
-        """The dots, with what travels in the dtype that it does so in."""
+        """The dots, what travels in the dtype that it does so in, where it is known which operand that is."""
         if not self._rounds(axis):
             return self.dots
         found = []
         for dot in self.dots:
-            side = {"m": "lhs_dtype", "n": "rhs_dtype"}.get(dot.cut if dot.cut in ("m", "n") else self.free or "")
-            matmul = dot.matmul if side is None else dataclasses.replace(dot.matmul, **{side: "bfloat16"})
-            found.append(dataclasses.replace(dot, matmul=matmul))
+            dim = dot.cut if dot.cut in ("m", "n") else self.free
+            rounded = dataclasses.replace(
+                dot.matmul,
+                lhs_dtype="bfloat16" if dim == "m" else None,
+                rhs_dtype="bfloat16" if dim == "n" else None,
+            )
+            found.append(dataclasses.replace(dot, matmul=rounded))
         return tuple(found)
 
     def _rounds(self, axis: Axis) -> bool:

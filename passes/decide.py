@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Set
-from typing import Any, Final, Generic, Literal
-
-import networkx as nx
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal
 
 from cost_model import Axis, Estimate, Hardware
 from cost_model.plain_chain import pays
@@ -25,6 +23,9 @@ from passes.pricing import pricer
 from passes.reasons import Code, Reason
 from passes.schedule import RingSchedule
 from passes.site import Site
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 Policy = Literal["auto", "always", "never", "verify", "autotune"] | Callable[[Site], bool]
 POLICIES = ("auto", "always", "never", "verify", "autotune")
@@ -316,6 +317,8 @@ def program_order(
       The decisions, with those given up revised; and operation numbers, rings and sums of shards, in the
       order to run them.
     """
+    import networkx as nx  # see `Dataflow.graph`
+
     while True:
         units: dict[int, Unit] = {
             d.collective.op: Lone(d.collective) for d in decisions if d.rewritten and d.ring is None
@@ -340,6 +343,8 @@ def program_order(
 
 def _contracted(flow: Dataflow, units: Mapping[int, Unit], unit_of: Mapping[int, int]) -> nx.DiGraph[int]:
     """The dataflow graph with each unit as one node."""
+    import networkx as nx
+
     graph = flow.graph()
     order: nx.DiGraph[int] = nx.DiGraph()
     order.add_nodes_from(unit_of.get(index, index) for index in flow.live)

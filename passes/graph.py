@@ -10,12 +10,13 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
-
-import networkx as nx
+from typing import TYPE_CHECKING, Any
 
 from passes import shims
 from passes.blocks import is_blockwise
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "all_gather_reduced"})
 SCATTERS = frozenset({"reduce_scatter", "unreduced_reduce_scatter"})
@@ -133,6 +134,8 @@ class Dataflow:
         Equations with effects are joined in program order, so that any topological order of the graph
         is an order in which the program may run.
         """
+        import networkx as nx  # takes a third of the time to import the library, and only chains need it
+
         graph: nx.DiGraph[int] = nx.DiGraph()
         graph.add_nodes_from((index, {"op": op}) for index, op in self.live.items())
         producer = self.producer

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any
+from types import MappingProxyType
+from typing import Final
 
 from cost_model import Axis, Estimate, Matmul, RingWork, estimate, exchange_estimate
 from cost_model.pipeline import pipeline_estimate
@@ -18,6 +19,8 @@ from passes.schedule import Across, RingSchedule, across, gather_schedule
 from passes.wire import wire_dtype
 
 Pricer = Callable[[RingSchedule], Estimate]
+
+_NONE: Final[Mapping[int, str]] = MappingProxyType({})
 
 
 def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
@@ -75,8 +78,8 @@ def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis) -> WorkOf:
     wire = flow.avals[chain.wire]
     # What travels in a narrower type does so before and after.
     sent = wire_dtype(flow, chain) if axis.hardware.network == "torus" else wire.dtype
-    rounded = None if sent == wire.dtype else sent
-    gathered_bytes = gathered.size * (rounded or gathered.dtype).itemsize
+    rounded = {} if sent == wire.dtype else dict.fromkeys(chain.blocked, sent.name)
+    gathered_bytes = gathered.size * (sent if rounded else gathered.dtype).itemsize
     whole = _matmuls(flow, chain, Fraction(1), rounded=rounded)
     sums = [flow.avals[flow.ops[d.op].outputs[0]] for d in chain.dots if d.dims.result_dim is None]
     accumulator = max((accumulator_dtype(s.dtype) for s in sums), key=lambda d: d.itemsize, default=None)
@@ -172,20 +175,19 @@ def _matmuls(
     chain: AllGatherDot | DotReduceScatter,
     share: Fraction,
     second: tuple[Across, Fraction] | None = None,
-    rounded: Any = None,
+    rounded: Mapping[int, str] = _NONE,
 ) -> tuple[Matmul, ...]:
-    """The chain's dots on a share of their blocked dims; what a gather rounds is multiplied so."""
-    found = []
-    for dot in chain.dots:
-        whole = _matmul(flow, dot, share, second)
-        if rounded is not None:
-            lhs, rhs = (rounded.name if o in chain.blocked else None for o in flow.ops[dot.op].inputs)
-            whole = dataclasses.replace(whole, lhs_dtype=lhs, rhs_dtype=rhs)
-        found.append(whole)
-    return tuple(found)
+    """The chain's dots on a share of their blocked dims; values in ``rounded`` have its dtypes."""
+    return tuple(_matmul(flow, dot, share, second, rounded) for dot in chain.dots)
 
 
-def _matmul(flow: Dataflow, dot: BlockOp, share: Fraction, second: tuple[Across, Fraction] | None) -> Matmul:
+def _matmul(
+    flow: Dataflow,
+    dot: BlockOp,
+    share: Fraction,
+    second: tuple[Across, Fraction] | None,
+    rounded: Mapping[int, str],
+) -> Matmul:
     """The dot on a piece of its blocked dim, and of a second one, sizes rounded up."""
     op = flow.ops[dot.op]
     shapes = []
@@ -199,4 +201,8 @@ def _matmul(flow: Dataflow, dot: BlockOp, share: Fraction, second: tuple[Across,
         shapes[cut.operand][cut.dim] = math.ceil(shapes[cut.operand][cut.dim] * part)
     lhs, rhs = (flow.aval(operand).dtype for operand in op.inputs)
     out = flow.avals[op.outputs[0]].dtype
-    return matmul(op.params["dimension_numbers"], tuple(shapes[0]), tuple(shapes[1]), lhs, rhs, out)
+    found = matmul(op.params["dimension_numbers"], tuple(shapes[0]), tuple(shapes[1]), lhs, rhs, out)
+    if not rounded:
+        return found
+    left, right = (rounded.get(operand) if isinstance(operand, int) else None for operand in op.inputs)
+    return dataclasses.replace(found, lhs_dtype=left, rhs_dtype=right)

@@ -97,6 +97,16 @@ def test_bytes_on_chip_are_taken_for_the_operands_that_they_hold() -> None:
         assert matmul_s(matmul, v5e, on_chip_bytes=on_chip_bytes) == expected_s
 
 
+@pytest.mark.parametrize("name", ["tpu_v5e", "h100"])
+def test_an_operand_is_read_at_its_own_width(name: str) -> None:
+    hardware, wide = by_name(name), Matmul(m=128, k=8192, n=8192, dtype="float32")
+    weights = dataclasses.replace(wide, rhs_dtype="bfloat16")
+    rows = dataclasses.replace(wide, lhs_dtype="bfloat16")
+    assert (weights.rhs_bytes, weights.lhs_bytes) == (wide.rhs_bytes / 2, wide.lhs_bytes)
+    assert (rows.rhs_bytes, rows.lhs_bytes) == (wide.rhs_bytes, wide.lhs_bytes / 2)
+    assert matmul_s(weights, hardware) < matmul_s(rows, hardware) < matmul_s(wide, hardware)
+
+
 def test_operands_on_chip_need_no_reading() -> None:
     v5e, matmul = by_name("tpu_v5e"), Matmul(m=8, k=8192, n=8192)
     assert matmul_s(matmul, v5e, on_chip_bytes=matmul.k * matmul.n * 2) < matmul_s(matmul, v5e) / 4

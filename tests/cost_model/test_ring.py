@@ -276,6 +276,31 @@ def test_accumulators_of_pieces_must_fit_on_the_chip_together() -> None:
     assert apart.partials_s == pytest.approx(2 * (_M_S + 3 * (12e-3 + 1e-6)))
 
 
+@pytest.mark.parametrize(
+    ("form", "needed_bytes"),
+    [
+        ({}, 2 * 4e6 + 4e6),  # Two shards, and the float32 sum of a bfloat16 result.
+        ({"columns": 4}, (2 * 4e6 + 4e6) / 4),
+        ({"accumulator": "bfloat16"}, 2 * 4e6),  # The sum is the result.
+        ({"accumulator": "bfloat16", "directions": 2, "accumulators": 2}, 2 * 4e6 + 2e6),
+    ],
+    ids=str,
+)
+def test_a_ring_needs_room_for_what_travels_and_for_sums_that_are_not_the_result(
+    form: Any, needed_bytes: float
+) -> None:
+    whole = dataclasses.replace(_M, k=4000)
+    work = _work(matmuls=(whole,), shard_bytes=4e6, collective_shard_bytes=4e6, **form)
+    assert estimate(work, Axis(_PLAIN, 4)).added_bytes == pytest.approx(needed_bytes - 4 * 4e6)
+
+
+def test_a_ring_that_needs_no_more_memory_comes_before_a_faster_one() -> None:
+    fast = dataclasses.replace(_by_hand(), overlapped_s=1e-3, added_bytes=1.0)
+    lean = dataclasses.replace(fast, overlapped_s=2e-3, added_bytes=0.0)
+    faster = dataclasses.replace(lean, overlapped_s=1.5e-3)
+    assert sorted((faster, lean, fast), key=lambda priced: priced.rank) == [fast, lean, faster]
+
+
 def test_what_every_dot_shares_is_on_the_chip_if_it_fits() -> None:
     fitting = dataclasses.replace(_PLAIN, on_chip_bytes=2e6)
     too_small = dataclasses.replace(_PLAIN, on_chip_bytes=2e6 - 1)

@@ -19,7 +19,7 @@ from cost_model.plain_chain import LEAST_ROUNDED, chain_of
 from overlap import overlap_collectives
 from passes import shims
 from passes.chains import AllGatherDot
-from passes.pricing import pricer
+from passes.pricing import gather_work, pricer
 from passes.schedule import RingSchedule
 from passes.wire import wire_dtype
 from tests.passes import bodies, spmd
@@ -153,6 +153,19 @@ def test_prices_count_the_bytes_that_travel(hardware: str, halved: bool) -> None
     assert (prices[0] == prices[1]) == halved
     plain = [chain_of("all_gather_dot", 32 * SIZE, SIZE, SIZE, dtype=d) for d in ("float32", "bfloat16")]
     assert (plain[0].wire_bytes(axis) == plain[1].wire_bytes(axis)) == halved
+
+
+@pytest.mark.parametrize("pattern_axis", [0, 1])
+def test_what_arrives_rounded_is_multiplied_so(pattern_axis: int) -> None:
+    axis = Axis(by_name("tpu_v5p"), 4)
+
+    def body(x: Any, w: Any) -> Any:
+        return gathered(x, pattern_axis) @ w
+
+    shape = (SIZE, 4 * SIZE) if pattern_axis == 0 else (4 * SIZE, SIZE)
+    flow, chain = matched(body, shape, (4 * SIZE, SIZE))
+    (whole,) = gather_work(flow, chain, axis)(RingSchedule(directions=1)).matmuls
+    assert (whole.dtype, whole.lhs_dtype, whole.rhs_dtype) == ("float32", "bfloat16", None)
 
 
 def test_a_small_chain_is_priced_as_it_travels() -> None:
