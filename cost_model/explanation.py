@@ -121,7 +121,7 @@ class Explanation:
       axis: the mesh axis.
       dots: the dots as written.
       collective: the collective as written.
-      candidates: forms of rings, the fastest first.
+      candidates: forms of rings, those that need no more memory first, the fastest of them first.
     """
 
     chain: PlainChain
@@ -215,7 +215,7 @@ def explain(chain: PlainChain, axis: Axis, among: Sequence[Form] | None = None) 
         raise ValueError("an axis of one device communicates nothing: give at least 2")
     candidates = [_candidate(chain, form, axis) for form in among or forms(chain, axis)]
     # A stable sort: of equals the simplest stays first, as the pass has it.
-    candidates.sort(key=lambda candidate: -candidate.estimate.benefit_s)
+    candidates.sort(key=lambda candidate: candidate.estimate.rank, reverse=True)
     return Explanation(
         chain=chain,
         axis=axis,
