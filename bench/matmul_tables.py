@@ -45,7 +45,7 @@ SAMPLES: Final = RESULTS / "matmul_samples"
 UNSEEN: Final = ROOT / "tests" / "cost_model" / "matmul_unseen.json"
 
 SEED: Final = 1
-NUMBERS: Final[dict[Set, int]] = {"table": 48, "unseen": 50}
+NUMBERS: Final[dict[Set, int]] = {"table": 48, "unseen": 54}
 """How many handfuls of programs: about 250 matmuls for a table, 200 to judge it."""
 
 UNITS: Final = ("int8", "bfloat16", "float32")

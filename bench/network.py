@@ -75,11 +75,7 @@ def calibrated(running: Job, effort: Effort) -> dict[str, Any]:
 
 
 def at_rate(running: Job, hardware: Mapping[str, Any], effort: Effort) -> dict[str, Any]:
-    """The calibrated hardware with the links as they are now.
-
-    What is calibrated cannot tell whether communication overlaps with compute: that depends on how many
-    thunks a program has (docs/network.md), and a calibration's has few.
-    """
+    """The calibrated hardware with the links as they are now."""
     times = slowest(running.do("hops", sizes=HOPS, rounds=max(3, effort.rounds // 3)))
     fit = fit_hop([(int(size), statistics.median(taken)) for size, taken in times.items()])
     return {
@@ -89,7 +85,6 @@ def at_rate(running: Job, hardware: Mapping[str, Any], effort: Effort) -> dict[s
         "hop_latency_s": fit.latency_s,
         "dcn_latency_s": fit.latency_s,
         "links_per_axis": 1,
-        "overlaps": True,
     }
 
 
