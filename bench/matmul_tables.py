@@ -155,7 +155,7 @@ def fit(samples: Sequence[Sample], hardware: Hardware) -> MatmulTable:
         "narrow_reading": 0.9,
         "result_bytes_per_s 2": 0.3 * hbm,
         "result_bytes_per_s 4": 0.8 * hbm,
-        **({"near_elements_per_s": hbm} if has_cmem else {}),
+        **({"near_elements_per_s": hbm, "ragged_elements_per_s": hbm} if has_cmem else {}),
     }
     names = list(start)
     origin = np.log(list(start.values()))
@@ -163,7 +163,7 @@ def fit(samples: Sequence[Sample], hardware: Hardware) -> MatmulTable:
     known = {"flops_per_s bfloat16": 1.0, "flops_per_s int8": 0.1, "flops_per_s float32": 0.1}
     trust = np.array([known.get(name, 0.01) for name in names])
 
-    def table(point: Any) -> MatmulTable:
+    def table(point: Any, narrow_launch_s: float = 0.0) -> MatmulTable:
         value = dict(zip(names, np.exp(point).tolist(), strict=True))
         groups: dict[str, Any] = {
             "flops_per_s": {unit: value.pop(f"flops_per_s {unit}") for unit in UNITS},
@@ -175,17 +175,28 @@ def fit(samples: Sequence[Sample], hardware: Hardware) -> MatmulTable:
                 "4": value.pop("result_bytes_per_s 4"),
             },
         }
-        return MatmulTable(lanes=lanes, **groups, **{"near_elements_per_s": 0.0, **value})
+        values = {"near_elements_per_s": 0.0, "ragged_elements_per_s": 0.0, **value}
+        return MatmulTable(lanes=lanes, narrow_launch_s=narrow_launch_s, **groups, **values)
 
-    def residuals(point: Any) -> Any:
-        guess = table(point)
-        errors = [
+    def errors(guess: MatmulTable) -> list[float]:
+        return [
             math.log(predicted_s(sample, guess) / second)
             for sample, second in zip(samples, seconds, strict=True)
         ]
-        return np.concatenate([errors, trust * (point - origin)])
 
-    return table(least_squares(residuals, origin, loss="soft_l1", f_scale=0.15).x)
+    def residuals(point: Any) -> Any:
+        return np.concatenate([errors(table(point)), trust * (point - origin)])
+
+    best = least_squares(residuals, origin, loss="soft_l1", f_scale=0.15).x
+    # Last, so that it does not bend what other dtypes tell.
+    narrow = least_squares(
+        lambda launch: errors(table(best, launch[0] * 1e-6)),
+        [0.1],
+        bounds=(0, 10),
+        loss="soft_l1",
+        f_scale=0.15,
+    )
+    return table(best, narrow.x[0] * 1e-6)
 
 
 def write_table(chip: str, table: MatmulTable, samples: Sequence[Sample]) -> None:

@@ -48,6 +48,9 @@ REGISTER: Final = 128
 DEPTH_BYTES: Final = 1024
 """Bytes along K of a tile that is cut along it: 512 elements of bfloat16."""
 
+UNCUT: Final = 1280
+"""Elements of K up to which it is not cut."""
+
 Unit = Literal["int8", "bfloat16", "float32"]
 """What the matrix unit computes in."""
 
@@ -61,7 +64,8 @@ class MatmulTable:
       flops_per_s: by what the unit computes in.
       least_rows: rows of the left operand that take as long as one, likewise.
       launch_s: cost of every matmul.
-      batch_s: cost of every matrix of a batch but the first.
+      narrow_launch_s: what one with operands of one byte costs more.
+      batch_s: cost of every matrix of a batch but the first, where K fills more than half of the matrix unit.
       operand_latency_s: until the first tile of an operand in main memory is there.
       second_latency_s: how much later that of the other operand is, if it is in main memory too.
       result_latency_s: until the last tile of a result in main memory is there.
@@ -76,6 +80,8 @@ class MatmulTable:
       result_bytes_per_s: writing to main memory, by bytes per element.
       near_elements_per_s: of operands that are both on the chip; 0 where that never counts. It does on v4,
         where they are in CMEM.
+      ragged_elements_per_s: masking a right operand of two bytes or more, if K is no multiple of the lanes
+        and more than `UNCUT`; 0 where that never counts. It does on v4.
 
     Raises:
       ValueError: a rate is missing, negative or not finite, or zero where it divides.
@@ -85,6 +91,7 @@ class MatmulTable:
     flops_per_s: dict[str, float]
     least_rows: dict[str, float]
     launch_s: float
+    narrow_launch_s: float
     batch_s: float
     operand_latency_s: float
     second_latency_s: float
@@ -99,16 +106,19 @@ class MatmulTable:
     result_bytes_per_s: dict[str, float]
     narrow_reading: float
     near_elements_per_s: float
+    ragged_elements_per_s: float
 
     def __post_init__(self) -> None:
         may_be_zero = {
             "launch_s",
+            "narrow_launch_s",
             "operand_latency_s",
             "second_latency_s",
             "batch_s",
             "result_latency_s",
             "second_stream",
             "near_elements_per_s",
+            "ragged_elements_per_s",
             "least_rows",
         }
         for field in dataclasses.fields(self):
@@ -165,12 +175,16 @@ class MatmulTable:
         deep = -(-k // lanes) * lanes
         compute_s = 2 * batch * deep * max(area, self.least_rows[unit] * wide) / self.flops_per_s[unit]
 
+        if self.ragged_elements_per_s and unit != "int8" and k > UNCUT and k % lanes:
+            compute_s += batch * k * wide / self.ragged_elements_per_s
         lhs_bytes = batch * m * k * lhs_width
         rhs_bytes = batch * k * n * rhs_width
         elements = batch * min(
             rows * -(-n // REGISTER) * REGISTER, -(-n // SUBLANES) * SUBLANES * -(-m // REGISTER) * REGISTER
         )
-        overhead_s = self.launch_s + (batch - 1) * self.batch_s
+        overhead_s = self.launch_s + (batch - 1) * (self.batch_s if 2 * k > lanes else 0)
+        if unit == "int8":
+            overhead_s += self.narrow_launch_s
         memory_s = near_s = read_bytes = 0.0
         step_s = self.step_s
         lhs_rate, rhs_rate = self.lhs_bytes_per_s, self.rhs_bytes_per_s
@@ -219,6 +233,7 @@ class MatmulTable:
                 "lhs_bytes_per_s",
                 "rhs_bytes_per_s",
                 "near_elements_per_s",
+                "ragged_elements_per_s",
             )
         }
         for name in ("flops_per_s", "result_bytes_per_s"):
