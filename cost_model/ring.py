@@ -21,6 +21,10 @@ LITTLE: Final = 1 / 16
 """Share of the room on chip that an operand of one step may take to be there, as compilers do it."""
 
 
+SHARDS_HELD: Final = 4.5
+"""Shards that TPU compilers were seen to hold at once, and a little: some come while others are multiplied."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingWork:
     """What one device does at a site: the collective with its dots, and one step of rings in their place.
@@ -189,16 +193,12 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
 
 
 def _buffers_bytes(work: RingWork, hops: int) -> float:
-    """Bytes that the rings need: shards that arrive and leave, and sums that are not the result yet.
-
-    A gather adds to the result itself, if there is one sum and of the result's dtype.
-    """
+    """Bytes that the rings need: shards that come and go, and a gather's sums until they are the result."""
     sums_bytes = 0.0
     for piece, whole in zip(work.piece, work.matmuls, strict=True):
-        apart = work.accumulators > 1 or work.accumulator != (whole.out_dtype or whole.dtype)
-        if work.collective == "all_gather" and piece.k < whole.k and apart:
+        if work.collective == "all_gather" and piece.k < whole.k:
             sums_bytes += whole.batch * whole.m * whole.n * dtype_bytes(work.accumulator)
-    return (min(hops, 2) * work.shard_bytes + sums_bytes) / work.columns
+    return (min(hops, SHARDS_HELD) * work.shard_bytes + sums_bytes) / work.columns
 
 
 def _placed_bytes(work: RingWork) -> float:
