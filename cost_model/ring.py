@@ -22,7 +22,7 @@ LITTLE: Final = 1 / 16
 
 
 SHARDS_HELD: Final = 4.5
-"""Shards that TPU compilers were seen to hold at once, and a little: some come while others are multiplied."""
+"""Shards that TPU compilers were seen to hold at once, and a bit: some come while others are multiplied."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
