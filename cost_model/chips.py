@@ -128,7 +128,7 @@ _CHIPS = (
         clock_hz=1.75e9,
         dcn_bytes_per_s=6.25e9,
         dcn_latency_s=1e-5,
-        least_gain=0.09,
+        least_gain=0.085,
     ),
     Hardware(
         name="tpu_v6e",
