@@ -3,6 +3,7 @@
 import os
 import runpy
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -64,3 +65,15 @@ def pytest_sessionstart() -> None:
 
     if jax.default_backend() != "cpu" or jax.device_count() != DEVICES:
         raise pytest.UsageError(f"the tests need {DEVICES} virtual CPU devices, JAX shows {jax.devices()}")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled_programs_are_let_go() -> Iterator[None]:
+    """Forgets a module's compiled programs.
+
+    Each maps memory, and a process that has mapped too often (``vm.max_map_count``) crashes in the compiler:
+    so did one that ran all tests of ``passes`` and ``programs``.
+    """
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
