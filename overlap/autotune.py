@@ -95,16 +95,10 @@ def measured_times(
     found: list[Timed | Failed] = [
         failed(choice, run, lasting=False)
         if isinstance(run, Exception)
-        else Timed(median, _memory(run, target))
+        else Timed(median, temporary_bytes(run))
         for choice, run, median in zip(choices, runs[1:], seconds[1:], strict=True)
     ]
-    return agreed(Times(Timed(seconds[0], _memory(runs[0], target)), tuple(found)), choices, target)
-
-
-def _memory(run: Any, target: Target) -> int | None:
-    """What a program needs beside arguments and results; None on CPU devices, whose memory is the host's."""
-    on_host = all(device.platform == "cpu" for device in target.devices)
-    return None if on_host else temporary_bytes(run)
+    return agreed(Times(Timed(seconds[0], temporary_bytes(runs[0])), tuple(found)), choices, target)
 
 
 def race(

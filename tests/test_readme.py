@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_what_it_costs_is_tabled_with_the_figures_of_the_last_run() -> None:
 
 def summary() -> dict[str, tuple[str, str]]:
     """The first table's results and their kinds, by the name of the run that they are from."""
-    programs, matmuls, overhead, gpu, rolled, tpu, rings = (
+    programs, matmuls, overhead, gpu, rolled, tpu, rings, network = (
         json.loads((RESULTS / f"{name}.json").read_text())
         for name in (
             "programs",
@@ -50,6 +51,7 @@ def summary() -> dict[str, tuple[str, str]]:
             "rolled_rings",
             "tpu_schedules",
             "ring_model",
+            "network",
         )
     )
     (auto,) = (means for means in gpu["summary"]["means"] if means["version"] == "auto")
@@ -72,7 +74,22 @@ def summary() -> dict[str, tuple[str, str]]:
         [figure["value"] for figure in overhead["figures"] if figure["name"].startswith(start)]
         for start in ("call,", "rewriting")
     )
+    even = [row for row in network["rows"] if row["ratio"] == 1]
+    efficiency = statistics.median(
+        row["variants"]["autotune"]["efficiency"] for row in even if row["case"] != "mlp_step"
+    )
+    steps = [row["variants"]["autotune"]["speedup"]["ratio"] for row in even if row["case"] == "mlp_step"]
+    apart = [
+        abs(row["variants"][variant]["prediction_error"])
+        for row in network["rows"]
+        for variant in ("original", "auto")
+    ]
     return {
+        "network": (
+            f"{efficiency:.0%} of the limit, MLP step " + " and ".join(f"×{ratio:.2f}" for ratio in steps),
+            "measured",
+        ),
+        "network, predicted": (f"{statistics.median(apart):.0%} apart in the median", "modelled"),
         "programs": (f"×{min(gains):.2f} to ×{max(gains):.2f} in {len(gains)} programs", "modelled"),
         "gpu_schedules": (f"×{auto['over_original']:.2f} in {auto['rows']} rows", "modelled"),
         **{
