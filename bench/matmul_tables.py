@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import datetime
+import functools
 import hashlib
 import json
 import math
@@ -187,16 +188,11 @@ def fit(samples: Sequence[Sample], hardware: Hardware) -> MatmulTable:
     def residuals(point: Any) -> Any:
         return np.concatenate([errors(table(point)), trust * (point - origin)])
 
-    best = least_squares(residuals, origin, loss="soft_l1", f_scale=0.15).x
+    robust = functools.partial(least_squares, loss="soft_l1", f_scale=0.15)
+    best = robust(residuals, origin).x
     # Last, so that it does not bend what other dtypes tell.
-    narrow = least_squares(
-        lambda launch: errors(table(best, launch[0] * 1e-6)),
-        [0.1],
-        bounds=(0, 10),
-        loss="soft_l1",
-        f_scale=0.15,
-    )
-    return table(best, narrow.x[0] * 1e-6)
+    (launch_us,) = robust(lambda us: errors(table(best, us[0] * 1e-6)), [0.1], bounds=(0, 10)).x
+    return table(best, launch_us * 1e-6)
 
 
 def write_table(chip: str, table: MatmulTable, samples: Sequence[Sample]) -> None:

@@ -174,9 +174,9 @@ class MatmulTable:
         area = max(min(rows * wide, turned), rows * (-(-(n - n % REGISTER) // lanes) * lanes))
         deep = -(-k // lanes) * lanes
         compute_s = 2 * batch * deep * max(area, self.least_rows[unit] * wide) / self.flops_per_s[unit]
-
         if self.ragged_elements_per_s and unit != "int8" and k > UNCUT and k % lanes:
             compute_s += batch * k * wide / self.ragged_elements_per_s
+
         lhs_bytes = batch * m * k * lhs_width
         rhs_bytes = batch * k * n * rhs_width
         elements = batch * min(

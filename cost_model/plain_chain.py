@@ -365,11 +365,11 @@ def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
     if chain.free is not None and columns > 1:
         second = (chain.free, Fraction(1, columns))
     summed = [_accumulator(d.matmul.out_dtype or d.matmul.dtype) for d in chain.dots if d.cut == "k"]
-    dots = chain.multiplied(axis)
+    dots, shard_bytes = chain.multiplied(axis), chain.wire_bytes(axis) / axis.size
     return RingWork(
         collective="all_gather",
-        shard_bytes=chain.wire_bytes(axis) / axis.size,
-        collective_shard_bytes=chain.wire_bytes(axis) / axis.size,
+        shard_bytes=shard_bytes,
+        collective_shard_bytes=shard_bytes,
         matmuls=tuple(dot.matmul for dot in dots),
         piece=tuple(dot.piece(Fraction(1, axis.size * pieces), second) for dot in dots),
         directions=form.directions,
