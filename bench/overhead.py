@@ -39,6 +39,7 @@ from jax.sharding import PartitionSpec as P
 
 from bench.programs import decoder
 from overlap import overlap_collectives
+from overlap.compiled_memory import temporary_bytes
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = Path(__file__).resolve().parent / "results"
@@ -285,7 +286,7 @@ def build(function: Callable[..., Any], arguments: Sequence[Any], policy: Any) -
     middle = time.perf_counter()
     compiled = traced.lower().compile()
     spent_s = time.perf_counter() - middle
-    return middle - start, spent_s, int(compiled.memory_analysis().temp_size_in_bytes)
+    return middle - start, spent_s, temporary_bytes(compiled) or 0
 
 
 def measure_build(count: int, *, scanned: bool, rounds: int) -> Figure:

@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from overlap.compiled_memory import temporary_bytes
 from overlap.schedule_cache import record, times_of
 from overlap.trial_target import Target
 from overlap.trial_times import Failed, Timed, Times
-from overlap.verify import compiled_for, failed, one_line, temporary_bytes
+from overlap.verify import compiled_for, failed, one_line
 from passes import Choice, Excerpt
 
 logger = logging.getLogger("overlap")

@@ -26,6 +26,7 @@ import jax
 
 import cost_model
 from overlap import timeline_table, tpu_target
+from overlap.compiled_memory import temporary_bytes
 from overlap.decorator import Overlapped, overlap_collectives
 from overlap.hlo.timeline import Timeline
 from overlap.inspection import Inspection, inspect_compiled
@@ -362,7 +363,7 @@ def _compile_for_tpu(name: str, timeline: Path) -> int:
     figures = {
         "compile_s": compile_s,
         "counts": count_collectives(compiled.as_text()),
-        "temp_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        "temp_bytes": temporary_bytes(compiled),
         "hardware": hardware.name if hardware else devices[0].device_kind,
         "rewritten": len(report.rewritten),
         "sites": len(report.sites),

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import jax
 
+from overlap.compiled_memory import temporary_bytes
 from overlap.trial_target import Target
 from overlap.trial_times import GAIN, Failed, Timed, Times
 from passes import Choice, Excerpt
@@ -46,13 +47,6 @@ def compiled_for(program: Any, arguments: Sequence[Any], target: Target) -> Any:
         # Else the compiler waits until every process of the job compiles this, and some have it cached.
         options.setdefault("xla_gpu_shard_autotuning", False)
     return program.trace(*arguments).lower().compile(compiler_options=options or None)
-
-
-def temporary_bytes(compiled: Any) -> int | None:
-    """What a compiled program needs per device beside arguments and results; None where it does not tell."""
-    analysis = compiled.memory_analysis()
-    size = getattr(analysis, "temp_size_in_bytes", None)
-    return None if size is None else int(size)
 
 
 def modelled(program: Any, arguments: Sequence[Any], target: Target) -> Modelled:

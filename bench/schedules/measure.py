@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +14,13 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-import passes
 from bench.schedules import grid, programs
 from bench.schedules.case import Case, Slice
 from bench.schedules.order import order
 from bench.schedules.rows import AUTO, AUTOMATIC, ORIGINAL, POST_SPMD, TEXTBOOK, VERIFY, Figures, Row
 from cost_model import Topology, by_name
 from overlap import overlap_collectives, tpu_target
+from overlap.compiled_memory import temporary_bytes
 from overlap.decorator import Overlapped
 from overlap.exposure import COMPUTE, MEMORY
 from overlap.hlo.module import Module
@@ -64,11 +63,6 @@ NOT_OURS: Final[Mapping[str, Any]] = {"schedule": "", "rewritten": 0, "sites": 0
 """What there is to say of decisions where the library made none."""
 
 
-def can_verify() -> bool:
-    """Whether the library can try schedules out on the compiler."""
-    return "verify" in passes.POLICIES and importlib.util.find_spec("overlap.verify") is not None
-
-
 def tpu_mesh(where: Slice) -> Mesh:
     """The mesh of a slice's compile-only devices, laid along physical rings where jax can."""
     from jax.experimental import topologies
@@ -96,7 +90,7 @@ def measure(case: Case, mesh: Mesh, *, verify: bool = True) -> Row:
     Args:
       case: what to measure.
       mesh: of devices of its slice.
-      verify: whether to measure ``policy="verify"`` too, if the library has it.
+      verify: whether to measure ``policy="verify"`` too.
     """
     start = time.perf_counter()
     problem = programs.problem(case)
@@ -110,7 +104,7 @@ def measure(case: Case, mesh: Mesh, *, verify: bool = True) -> Row:
     }
     if case.slice.hardware.startswith("tpu"):
         versions[POST_SPMD] = (lambda: plain, POST_SPMD_OPTIONS)
-    if verify and can_verify():
+    if verify:
         versions[VERIFY] = (lambda: overlap_collectives(original, policy="verify", strict=True), None)
     hardware = by_name(case.slice.hardware)
     topology = Topology.from_devices(mesh.devices, hardware)
@@ -187,7 +181,7 @@ def compiled_figures(
         copy_wait_s=timeline.copy_wait_s,
         **matmuls(module, timeline),
         link_s=busiest_link_s(timeline),
-        temp_bytes=int(compiled.memory_analysis().temp_size_in_bytes),
+        temp_bytes=temporary_bytes(compiled) or 0,
         search_s=searched - begin,
         compile_s=done - searched,
         order=found.text,
