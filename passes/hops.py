@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any
+from typing import Any, Final
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +16,9 @@ from passes.collective import Collective
 
 Order = tuple[int, ...] | Walk
 """How a ring goes round: the places in the order in which it visits them, or a walk."""
+
+WORD_BITS: Final = 32
+"""Of the scalars that small numbers are packed into."""
 
 
 class Places:
@@ -102,32 +105,21 @@ class Places:
             distance = lax.rem(lax.add(lax.rem(distance, np.int32(size)), np.int32(size)), np.int32(size))
         if not self._order:
             return lax.rem(lax.add(self.after(0), distance), np.int32(size))
-        return lax.dynamic_index_in_dim(self._twice, lax.add(self._position, distance), keepdims=False)
+        return _chosen(self._order, lax.rem(lax.add(self._position, distance), np.int32(size)))
 
     def _along_walk(self, walk: Walk, distance: int) -> Any:
         changes = walk.changes(distance)
         if len(set(changes)) == 1:
             change = np.int32(changes[0])
         else:
-            core = lax.rem(self._position, np.int32(walk.cores))
-            change = lax.dynamic_index_in_dim(_small_array(changes), core, keepdims=False)
-        return lax.dynamic_index_in_dim(self._once, lax.bitwise_xor(self._position, change), keepdims=False)
-
-    @cached_property
-    def _once(self) -> Any:
-        """The order."""
-        return _small_array(self._order)
-
-    @cached_property
-    def _twice(self) -> Any:
-        """The order, two times over."""
-        return _small_array(self._order * 2)
+            change = _chosen(changes, lax.rem(self._position, np.int32(walk.cores)))
+        return _chosen(self._order, lax.bitwise_xor(self._position, change))
 
     @cached_property
     def _position(self) -> Any:
         """Where in the order this device is."""
         positions = tuple(self._order.index(place) for place in range(self.axis_size))
-        return lax.dynamic_index_in_dim(_small_array(positions), _place(self._collective), keepdims=False)
+        return _chosen(positions, _place(self._collective))
 
 
 Rings = tuple[Places, ...]
@@ -151,9 +143,26 @@ class PlacesOf:
         return tuple(self(collective, order) for order in orders or ((),))
 
 
-def _small_array(values: tuple[int, ...]) -> Any:
-    """An int32 array made of literals: a body that is traced again may not get constants."""
-    return lax.concatenate([lax.broadcast(np.int32(value), (1,)) for value in values], 0)
+def _chosen(values: tuple[int, ...], index: Any) -> Any:
+    """``values[index]``, of small numbers: int32, computed from scalars alone.
+
+    The numbers are packed into words. An array of them would be a buffer in a device's main memory, of which
+    XLA:TPU allots half a megabyte at least, and reading it there would take longer.
+    """
+    bits = max(1, max(values).bit_length())
+    in_word = 1 << (WORD_BITS // bits).bit_length() - 1
+    words = [
+        sum(value << bits * place for place, value in enumerate(values[start : start + in_word]))
+        for start in range(0, len(values), in_word)
+    ]
+    index = lax.convert_element_type(index, np.uint32)
+    shift = lax.mul(lax.bitwise_and(index, np.uint32(in_word - 1)), np.uint32(bits))
+    word: Any = np.uint32(words[0])
+    for number in range(1, len(words)):
+        begun = lax.ge(index, np.uint32(number * in_word))
+        word = lax.select(begun, np.uint32(words[number]), word)
+    mask = np.uint32((1 << bits) - 1)
+    return lax.convert_element_type(lax.bitwise_and(lax.shift_right_logical(word, shift), mask), np.int32)
 
 
 def _steps(order: tuple[int, ...], distance: int) -> list[tuple[int, int]]:

@@ -10,13 +10,11 @@ from typing import Final, Literal
 
 from cost_model import Walk
 from cost_model.plain_chain import cut_in_words
+from cost_model.ring import Cut
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum
 from passes.dots import DotDims, dot_dims
 from passes.graph import Dataflow
 from passes.hops import Order
-
-Cut = Literal["dot", "apart", "early"]
-"""How blocks of an operand are cut out of the whole."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +83,7 @@ class RingSchedule:
         if self.route == "exchange":
             return "exchange"
         words = ["unidirectional" if self.directions == 1 else "bidirectional"]
-        words += cut_in_words(self.chains, self.columns, across=self.across, joined=self.joined)
-        if self.cut != "dot":
-            words.append(f"cut {self.cut}")
+        words += cut_in_words(self.chains, self.columns, across=self.across, joined=self.joined, cut=self.cut)
         if self.wire == "operand":
             words.append("narrow wire")
         if self.unroll:

@@ -32,12 +32,22 @@ def wire_dtype(flow: Dataflow, chain: AllGatherDot) -> Any:
     return jnp.dtype(jnp.bfloat16) if rounded else dtype
 
 
+def may_round(flow: Dataflow, chain: AllGatherDot) -> bool:
+    """Whether the compiler may round what it gathers, where it is not sure that it does."""
+    plain = flow.avals[chain.wire].dtype == jnp.float32 and not chain.handed_out
+    return plain and all(_of_default_precision(flow, dot) for dot in chain.dots)
+
+
+def _of_default_precision(flow: Dataflow, dot: BlockOp) -> bool:
+    precision = flow.ops[dot.op].params["precision"]
+    return precision is None or precision == (jax.lax.Precision.DEFAULT,) * 2
+
+
 def _rounds(flow: Dataflow, dot: BlockOp, axis_size: int) -> bool:
     """Whether a dot is of the default precision, and large in every dim even on one block."""
-    op = flow.ops[dot.op]
-    precision = op.params["precision"]
-    if precision is not None and precision != (jax.lax.Precision.DEFAULT,) * 2:
+    if not _of_default_precision(flow, dot):
         return False
+    op = flow.ops[dot.op]
     operands = [flow.aval(operand) for operand in op.inputs]
     lhs, rhs = (
         tuple(size // axis_size if number == dim else size for number, size in enumerate(aval.shape))

@@ -160,3 +160,18 @@ def test_the_compiler_takes_a_ring_and_keeps_its_hops(name: str) -> None:
 def test_every_hop_that_is_started_explicitly_has_a_matmul_beside_it(name: str) -> None:
     module = compiled()[name]
     assert [hop for each in runs(module) for hop in exposed(module, module.computation(each))] == []
+
+
+@needs_libtpu
+@pytest.mark.parametrize("form", FORMS)
+def test_where_blocks_are_is_computed_from_scalars(form: str) -> None:
+    """A table would be a buffer in main memory, and reading it a transfer from there."""
+    module = compiled()[form]
+    tables = [
+        instruction
+        for name in runs(module)
+        for instruction in module.computations[name].instructions
+        for array in instruction.shape.arrays
+        if array.dtype in ("s32", "u32") and array.size > 1
+    ]
+    assert not tables
