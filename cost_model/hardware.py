@@ -38,6 +38,8 @@ class Hardware:
       accumulator_on_chip_bytes: the largest partial sum that stays in that memory from one partial matmul to
         the next.
       fuses_additions: whether adding to a partial sum is part of the matmul that makes the addend.
+      copy_overhead_s: fixed cost of every copy that a ring makes beside its matmuls.
+      joining: how many times as long as elsewhere it takes to join pieces, and to take results apart again.
       matmul_tile: the multiples to which the hardware pads (M, K, N).
       overlaps: whether communication can run beside compute at all.
       synchronous_chips: slices of so many chips overlap nothing all the same, as their compiler makes every
@@ -70,6 +72,8 @@ class Hardware:
     on_chip_bytes: float
     accumulator_on_chip_bytes: float = 0.0
     fuses_additions: bool = False
+    copy_overhead_s: float = 0.0
+    joining: float = 1.0
     overlaps: bool = True
     synchronous_chips: int = 0
     opposite_hops_overlap: bool = True
@@ -97,7 +101,7 @@ class Hardware:
                 raise ValueError(
                     f"hardware {self.name!r}: {field} must be positive and finite, got {value!r}"
                 )
-        for field in ("clock_hz", "dcn_bytes_per_s", "dcn_latency_s"):
+        for field in ("copy_overhead_s", "joining", "clock_hz", "dcn_bytes_per_s", "dcn_latency_s"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(

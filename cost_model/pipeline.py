@@ -33,22 +33,22 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
       across: whether the chunks are columns of the result, and not rows.
     """
     hardware, chunks = axis.hardware, work.columns
-    one = estimate(
-        dataclasses.replace(
-            work,
-            columns=1,
-            shard_bytes=work.shard_bytes / chunks,
-            collective_shard_bytes=work.collective_shard_bytes / chunks,
-        ),
-        axis,
+    chunk = dataclasses.replace(
+        work,
+        columns=1,
+        shard_bytes=work.shard_bytes / chunks,
+        collective_shard_bytes=work.collective_shard_bytes / chunks,
     )
+    first = estimate(chunk, axis)
+    later = estimate(chunk, axis, fetched=True, cut_out=across)
     whole = estimate(work, axis)
     gather_s, copy_s = _gather_s(work, gathered_bytes, axis, across=across)
-    first_s = one.partials_s / axis.size
+    first_s = later.partials_s / axis.size
     if hardware.overlaps:
-        middle_s = max(one.overlapped_s + copy_s, one.partials_s + copy_s, first_s + one.hops_s + gather_s)
+        busy_s = max(later.overlapped_s, later.partials_s) + copy_s
+        middle_s = max(busy_s, first_s + later.hops_s + gather_s)
     else:
-        middle_s = one.overlapped_s + gather_s + copy_s
+        middle_s = later.overlapped_s + gather_s + copy_s
     middle_s += _cutting_s(work, axis) if chunks > 2 and not across else 0.0
     latency_s, _ = _gather_s(work, 0, axis, across=across)
     return Estimate(
@@ -57,7 +57,7 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
         partials_s=whole.partials_s + chunks * copy_s,
         hops_s=whole.hops_s + chunks * gather_s,
         hop_latency_s=whole.hop_latency_s + chunks * latency_s,
-        overlapped_s=one.overlapped_s
+        overlapped_s=first.overlapped_s
         + (chunks - 1) * middle_s
         + last_gather_s(work, gathered_bytes, axis, across=across),
     )

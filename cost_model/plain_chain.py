@@ -16,7 +16,7 @@ from cost_model.exchange import exchange_estimate
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
 from cost_model.pipeline import pipeline_estimate
-from cost_model.ring import Estimate, RingWork, estimate
+from cost_model.ring import Cut, Estimate, RingWork, estimate
 
 Pattern = Literal["all_gather_dot", "dot_reduce_scatter", "dot_psum", "all_to_all_dot", "dot_all_to_all"]
 PATTERNS: Final[tuple[Pattern, ...]] = get_args(Pattern)
@@ -33,6 +33,19 @@ LEAST_ROUNDED: Final = 512
 
 LEAST_COLUMN: Final = 256
 """Elements below which a column makes a matmul too narrow for the matrix unit."""
+
+
+BYTE_ROWS: Final = 32
+"""Rows of a TPU's tile of elements of one byte."""
+
+
+def copied_whole(block_rows: int, itemsize: int, hardware: Hardware) -> bool:
+    """Whether each piece of a scatter's blocks of rows is a copy of the whole operand.
+
+    A TPU's compiler makes one where elements are of a byte at most and blocks do not begin where a tile does.
+    Wider ones it cuts anywhere.
+    """
+    return hardware.network == "torus" and itemsize <= 1 and block_rows % BYTE_ROWS != 0
 
 
 def surely_rounds(block: Matmul) -> bool:
@@ -142,23 +155,28 @@ class PlainChain:
         return tuple(found)
 
     def _rounds(self, axis: Axis) -> bool:
-        """Whether the array is rounded to bfloat16 before it travels."""
-        rounds = self.pattern == "all_gather_dot" and self.dtype == "float32" and not self.handed_out
+        """Whether the array is surely rounded to bfloat16 before it travels."""
         blocks = [dot.piece(Fraction(1, axis.size)) for dot in self.dots]
-        return rounds and axis.hardware.network == "torus" and all(map(surely_rounds, blocks))
+        return self.may_round(axis) and all(map(surely_rounds, blocks))
+
+    def may_round(self, axis: Axis) -> bool:
+        """Whether a compiler may round the array to bfloat16 before it gathers it."""
+        rounds = self.pattern == "all_gather_dot" and self.dtype == "float32" and not self.handed_out
+        return rounds and axis.hardware.network == "torus"
 
     def unit(self, axis_size: int) -> int:
         """Into how many equal parts one device's block of every dot can be cut."""
         return math.gcd(*(getattr(dot.matmul, dot.cut) // axis_size for dot in self.dots))
 
 
-def cut_in_words(chains: int, columns: int, *, across: bool, joined: bool) -> list[str]:
+def cut_in_words(chains: int, columns: int, *, across: bool, joined: bool, cut: Cut) -> list[str]:
     """How a ring's blocks are cut, as forms and schedules say it; nothing where they are not."""
     said = {
         f"{chains} chains": chains > 1,
         f"{columns} columns": columns > 1,
         "cut across": across,
         "joined": joined,
+        f"cut {cut}": cut != "dot",
     }
     return [words for words, so in said.items() if so]
 
@@ -174,6 +192,7 @@ class Form:
     columns: int = 1
     across: bool = False
     joined: bool = False
+    cut: Cut = "dot"
     wide_wire: bool = False
 
     @property
@@ -185,7 +204,7 @@ class Form:
         words = ["unidirectional" if self.directions == 1 else "bidirectional"]
         if self.rings > 1:
             words.append(f"{self.rings} {'walks' if self.walks else 'rings'}")
-        words += cut_in_words(self.chains, self.columns, across=self.across, joined=self.joined)
+        words += cut_in_words(self.chains, self.columns, across=self.across, joined=self.joined, cut=self.cut)
         if self.wide_wire:
             words.append("float32 wire")
         return ", ".join(words)
@@ -317,12 +336,27 @@ def best(chain: PlainChain, axis: Axis, among: tuple[Form, ...] | None = None) -
     return max(priced, key=lambda pair: pair[1].rank)
 
 
+def cuts(axis: Axis, *, gathers: bool, sums: bool) -> tuple[Cut, ...]:
+    """The ways worth trying to cut blocks out of an operand: a TPU's compiler keeps some copies on chip.
+
+    Args:
+      axis: the devices.
+      gathers: whether the ring gathers; else it scatters.
+      sums: whether dots of a gather add up. Where they do not, no operand is cut.
+    """
+    if axis.hardware.network != "torus" or (gathers and not sums):
+        return ("dot",)
+    return ("dot", "apart") if gathers else ("dot", "early")
+
+
 def _all(chain: PlainChain, axis: Axis) -> Iterator[Form]:
     ways: tuple[Directions, ...] = (1, 2)
     rings = range(1, max(1, len(axis.orders)) + 1)
     bases = [Form(directions=way, rings=count) for way, count in itertools.product(ways, rings)]
     if axis.walks:
         bases.append(Form(rings=len(axis.walks), walks=True))
+    ways_to_cut = cuts(axis, gathers=chain.gathers, sums=any(dot.cut == "k" for dot in chain.dots))
+    bases = [dataclasses.replace(base, cut=cut) for base in bases for cut in ways_to_cut]
     for base in bases:
         if chain.gathers:
             for columns, joined in itertools.product(COLUMNS, (False, True)):
@@ -366,10 +400,11 @@ def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
         second = (chain.free, Fraction(1, columns))
     summed = [_accumulator(d.matmul.out_dtype or d.matmul.dtype) for d in chain.dots if d.cut == "k"]
     dots, shard_bytes = chain.multiplied(axis), chain.wire_bytes(axis) / axis.size
+    halves = chain.may_round(axis) and chain.wire_bytes(axis) == chain.moved_bytes
     return RingWork(
         collective="all_gather",
         shard_bytes=shard_bytes,
-        collective_shard_bytes=shard_bytes,
+        collective_shard_bytes=shard_bytes / 2 if halves else shard_bytes,
         matmuls=tuple(dot.matmul for dot in dots),
         piece=tuple(dot.piece(Fraction(1, axis.size * pieces), second) for dot in dots),
         directions=form.directions,
@@ -378,6 +413,7 @@ def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
         chains=form.chains,
         columns=form.columns,
         joined=form.joined,
+        cut=form.cut,
         accumulator=max(summed, key=dtype_bytes, default="float32"),
         accumulators=strips,
         hands_out_gathered=chain.handed_out,
@@ -394,6 +430,14 @@ def _scatter_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
     else:
         share /= form.pieces * form.columns
         copied_bytes /= form.columns
+    for dot in chain.dots:
+        of = dot.matmul
+        if (
+            dot.cut == "m"
+            and not dot.apart
+            and copied_whole(of.m // axis.size, int(dtype_bytes(of.dtype)), axis.hardware)
+        ):
+            copied_bytes += 2 * form.pieces * of.lhs_bytes
     wide_bytes = chain.elements * dtype_bytes(_accumulator(chain.dtype)) / axis.size
     narrow_bytes = chain.moved_bytes / axis.size
     return RingWork(
@@ -406,6 +450,7 @@ def _scatter_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
         rings=form.rings,
         walks=form.walks,
         chains=form.chains,
+        cut=form.cut,
         accumulator=_accumulator(chain.dtype) if form.wide_wire else chain.dtype,
         columns=form.columns,
         fused=fused,

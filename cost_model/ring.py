@@ -21,6 +21,21 @@ LITTLE: Final = 1 / 16
 """Share of the room on chip that an operand of one step may take to be there, as compilers do it."""
 
 
+JOINING: Final = 0.7
+"""Times as long as reading and writing it once takes what a TPU's compiler makes of joining the pieces of a
+step for its only dot, and of taking the rows of the result apart again, by its own estimates (v5e, v6e, 7x:
+0.3 to 0.8). `Hardware.joining` of a chip multiplies it."""
+
+JOINING_MORE: Final = 2.0
+"""The same for several dots, or for one whose results are added up (v5e, v6e, 7x: 1.9 to 4.8)."""
+
+CUTTING: Final = 1.25
+"""The same of cutting a block out of an operand before its dot (v5e, v5p, v6e, 7x: 1.1 to 1.8)."""
+
+Cut = Literal["dot", "apart", "early"]
+"""How blocks of an operand are cut out of the whole: by the dot that reads them, or copied right before it,
+or before the hop that the dot hides."""
+
 SHARDS_HELD: Final = 4.5
 """Shards that TPU compilers were seen to hold at once, and a bit: some come while others are multiplied."""
 
@@ -41,6 +56,8 @@ class RingWork:
       chains: pieces of a shard per ring and direction. A step has directions · rings · chains pieces.
       columns: how many such rings of steps run one after the other, each with its part of every shard.
       joined: whether the pieces of a step go into one partial dot; then `piece` is that of all of them.
+      cut: how blocks of what does not travel come to the dots of a scatter, and to those of a gather that are
+        cut along K.
       accumulator: dtype of the partial sums that dots add to, where they do: those of a gather whose piece is
         cut along K, and those of a fused scatter, which are as they travel.
       accumulators: to how many arrays the pieces of a gather add: all to one, or each to its own.
@@ -64,6 +81,7 @@ class RingWork:
     chains: int = 1
     columns: int = 1
     joined: bool = False
+    cut: Cut = "dot"
     accumulator: str = "float32"
     accumulators: int = 1
     fused: bool = True
@@ -84,6 +102,16 @@ class RingWork:
     def pieces(self) -> int:
         """Pieces of a shard, and so of a step."""
         return self.directions * self.rings * self.chains
+
+    @property
+    def dots(self) -> int:
+        """Partial dots that a step runs of each matmul."""
+        return 1 if self.joined else self.pieces
+
+    @property
+    def pairs(self) -> tuple[tuple[Matmul, Matmul], ...]:
+        """Of each matmul its piece and the whole."""
+        return tuple(zip(self.piece, self.matmuls, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +158,7 @@ class Estimate:
         return Estimate(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Estimate)})
 
 
-def estimate(work: RingWork, axis: Axis) -> Estimate:
+def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool = False) -> Estimate:
     """Prices the rings.
 
     With P devices a ring has P steps and P-1 hops. A step lasts, with n pieces whose dots take M each and
@@ -142,25 +170,29 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
 
     since a gather ring adds its own partial sums, beside the hop, and an accumulator must be added to before
     it is sent on; if the dot itself adds to it, its hop runs beside the dots of the other pieces only.
-    Copying the gathered shards into place reads and writes each once, and so does joining the pieces of a
-    step, and taking the rows of its results apart again. An operand that every partial dot shares is found on
-    chip, if it fits there. Partial sums are read and written by every dot that adds to them, unless those of
-    a gather stay on chip; sums that travel never do.
+    Copying the gathered shards into place reads and writes each once. Joining the pieces of a step, taking
+    the rows of its results apart again, and cutting blocks out of an operand before its dots take as long as
+    `JOINING`, `JOINING_MORE` and `CUTTING` say, and each copy a fixed time; a block that was cut out is found
+    on chip, if it fits there. So is an operand that every partial dot shares, for which the first dot waits.
+    Partial sums are read and written by every dot that adds to them, unless they stay on chip; of sums that
+    travel small ones do.
 
     Where the hardware does not overlap, hops and partial dots take turns, and a hop carries no less than the
     original collective did: a narrower wire is not an effect of the ring, and shared memory does not reward
     it.
+
+    Args:
+      work: what the rings do.
+      axis: the devices.
+      fetched: whether what is held on chip is there before the first dot.
+      cut_out: whether the blocks that are cut out before their dots have been, for another column.
     """
     hardware = axis.hardware
     hops = axis.size - 1
-    dots = 1 if work.joined else work.pieces
-    copied_bytes = (work.hands_out_gathered + work.joined) * work.shard_bytes / work.columns
-    if work.joined:
-        copied_bytes += _placed_bytes(work)
-    copy_s = 2 * copied_bytes / hardware.hbm_bytes_per_s
-    near = _near(work, hardware)
-    first_s = dots * _pieces_s(work, near, hardware, adds=False) + copy_s
-    partial_s = dots * _pieces_s(work, near, hardware, adds=True) + copy_s
+    copy_s = _copies_s(work, hardware, cut_out=cut_out)
+    near, held_bytes = _near(work, hardware)
+    first_s = work.dots * _pieces_s(work, near, hardware, adds=False) + copy_s
+    partial_s = work.dots * _pieces_s(work, near, hardware, adds=True) + copy_s
     add_s = work.apart_bytes / hardware.hbm_bytes_per_s
 
     shard_bytes = work.shard_bytes
@@ -173,21 +205,37 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
     if not hardware.overlaps:
         step_s = partial_s + add_s + wire_s
     elif work.collective == "reduce_scatter":
-        waiting_s = partial_s / dots + hop_s if work.fused else 0.0
+        waiting_s = partial_s / work.dots + hop_s if work.fused else 0.0
         step_s = max(partial_s, waiting_s, wire_s) + add_s
     else:
         step_s = max(partial_s + add_s, wire_s)
 
+    # The first dot waits for what is held, and the hop beside it is on its way meanwhile.
+    fetch_s = held_bytes / hardware.hbm_bytes_per_s if hardware.network == "torus" and not fetched else 0.0
+    waited_s = max(0.0, fetch_s - max(0.0, step_s - add_s - partial_s))
+
     gathered = work.collective == "all_gather"
-    collective_s = axis.all_gather_s if gathered else axis.reduce_scatter_s
+    collective_s = (axis.all_gather_s if gathered else axis.reduce_scatter_s)(
+        axis.size * work.collective_shard_bytes
+    )
     latency_s = work.chains * axis.step_s(0, work.directions, work.rings, walks=work.walks)
+    dot_s = _wholes_s(work.matmuls, hardware, collective_s if gathered else 0.0)
+    if not hops:  # one device has nothing to wait for
+        return Estimate(
+            dot_s=dot_s,
+            collective_s=collective_s,
+            partials_s=dot_s,
+            hops_s=0.0,
+            hop_latency_s=0.0,
+            overlapped_s=dot_s + collective_s,
+        )
     return Estimate(
-        dot_s=sum(_whole_s(matmul, hardware) for matmul in work.matmuls),
-        collective_s=collective_s(axis.size * work.collective_shard_bytes),
-        partials_s=work.columns * (first_s + hops * (partial_s + add_s)),
+        dot_s=dot_s,
+        collective_s=collective_s,
+        partials_s=waited_s + work.columns * (first_s + hops * (partial_s + add_s)),
         hops_s=work.columns * hops * wire_s,
         hop_latency_s=work.columns * hops * latency_s,
-        overlapped_s=work.columns * (first_s + hops * step_s),
+        overlapped_s=waited_s + work.columns * (first_s + hops * step_s),
         added_bytes=_buffers_bytes(work, hops) - axis.size * work.collective_shard_bytes,
     )
 
@@ -195,36 +243,85 @@ def estimate(work: RingWork, axis: Axis) -> Estimate:
 def _buffers_bytes(work: RingWork, hops: int) -> float:
     """Bytes that the rings need: shards that come and go, and a gather's sums until they are the result."""
     sums_bytes = 0.0
-    for piece, whole in zip(work.piece, work.matmuls, strict=True):
+    for piece, whole in work.pairs:
         if work.collective == "all_gather" and piece.k < whole.k:
             sums_bytes += whole.batch * whole.m * whole.n * dtype_bytes(work.accumulator)
     return (min(hops, SHARDS_HELD) * work.shard_bytes + sums_bytes) / work.columns
 
 
-def _placed_bytes(work: RingWork) -> float:
-    """Bytes of the results of one step's dots that are not added up, but put where they belong."""
-    pairs = zip(work.piece, work.matmuls, strict=True)
-    return sum(piece.result_bytes for piece, whole in pairs if piece.k == whole.k)
+def _copies_s(work: RingWork, hardware: Hardware, *, cut_out: bool) -> float:
+    """Seconds of the copies of one step, beside its dots and what is added to them."""
+    slower = hardware.network == "torus"
+    shard_bytes = work.shard_bytes / work.columns
+    copied_bytes, copies = 0.0, 0.0
+    if work.hands_out_gathered:
+        copied_bytes += shard_bytes
+    if work.joined:
+        placed = [piece.result_bytes for piece, whole in work.pairs if piece.k == whole.k]
+        single = len(placed) == len(work.matmuls) == 1
+        slowness = (JOINING if single else JOINING_MORE) * hardware.joining if slower else 1.0
+        copied_bytes += slowness * (shard_bytes + sum(placed))
+        copies += 1 + work.pieces * len(placed)
+    if work.cut != "dot" and not cut_out:
+        sides = [(piece, _cut_side(work, piece, whole)) for piece, whole in work.pairs]
+        blocks = [_side_bytes(piece, side) for piece, side in sides if side is not None]
+        # All columns need the same blocks, and compilers cut them once.
+        copied_bytes += (CUTTING if slower else 1.0) * work.dots * sum(blocks) / work.columns
+        copies += work.pieces * len(blocks) / work.columns
+    return copies * hardware.copy_overhead_s + 2 * copied_bytes / hardware.hbm_bytes_per_s
 
 
 Near = tuple[bool, bool]
 """Whether the left and the right operand are on chip before a dot starts."""
 
 
-def _near(work: RingWork, hardware: Hardware) -> tuple[Near, ...]:
-    """What is on chip of every matmul's pieces: the operand that all pieces share, if those fit together."""
-    shared = [piece.stationary(whole) for piece, whole in zip(work.piece, work.matmuls, strict=True)]
-    held_bytes = sum(
-        {"lhs": piece.lhs_bytes, "rhs": piece.rhs_bytes, None: 0.0}[side]
-        for piece, side in zip(work.piece, shared, strict=True)
-    )
+def _near(work: RingWork, hardware: Hardware) -> tuple[tuple[Near, ...], float]:
+    """What is on chip of every matmul's pieces, and the bytes of what all pieces share and is held there.
+
+    Held are the operands that all pieces share, if those fit together, and then what a dot cuts its blocks
+    out of, if it fits well beside them. What was cut out before the dot is there, if it does, and so is what
+    travels if it is little.
+    """
+    shared = [piece.stationary(whole) for piece, whole in work.pairs]
+    held_bytes = sum(_side_bytes(piece, side) for piece, side in zip(work.piece, shared, strict=True))
     if held_bytes > hardware.on_chip_bytes:
         shared, held_bytes = [None] * len(shared), 0.0
-    beside = _beside_bytes(held_bytes, hardware)
-    return tuple(
-        (side == "lhs" or piece.lhs_bytes <= beside, side == "rhs" or piece.rhs_bytes <= beside)
-        for piece, side in zip(work.piece, shared, strict=True)
-    )
+    beside_bytes = _beside_bytes(held_bytes, hardware)
+    room_bytes = (hardware.on_chip_bytes - held_bytes) / 2
+    found: list[Near] = []
+    for (piece, whole), side in zip(work.pairs, shared, strict=True):
+        near = {operand: side == operand or _side_bytes(piece, operand) <= beside_bytes for operand in _SIDES}
+        cut = _cut_side(work, piece, whole)
+        if cut is not None and hardware.network == "torus":
+            needed_bytes = _side_bytes(piece if work.cut != "dot" else whole, cut)
+            near[cut] = needed_bytes <= room_bytes
+            if near[cut] and work.cut == "dot":
+                held_bytes += needed_bytes
+                room_bytes -= needed_bytes
+        found.append((near["lhs"], near["rhs"]))
+    return tuple(found), held_bytes
+
+
+Side = Literal["lhs", "rhs"]
+_SIDES: Final[tuple[Side, Side]] = ("lhs", "rhs")
+
+
+def _side_bytes(matmul: Matmul, side: Side | None) -> float:
+    return 0.0 if side is None else matmul.lhs_bytes if side == "lhs" else matmul.rhs_bytes
+
+
+def _cut_side(work: RingWork, piece: Matmul, whole: Matmul) -> Side | None:
+    """Which operand does not travel, and is read block by block; None where there is none, or both are."""
+    if piece.batch < whole.batch:
+        return None
+    if work.collective == "reduce_scatter":
+        rows, columns = piece.m / whole.m, piece.n / whole.n
+        return None if rows == columns == 1 else "lhs" if rows <= columns else "rhs"
+    if piece.k == whole.k:
+        return None
+    travels_bytes = work.shard_bytes / (work.columns * work.dots)
+    travels = min(_SIDES, key=lambda side: abs(_side_bytes(piece, side) - travels_bytes))
+    return "rhs" if travels == "lhs" else "lhs"
 
 
 def _beside_bytes(held_bytes: float, hardware: Hardware) -> float:
@@ -236,27 +333,45 @@ def _beside_bytes(held_bytes: float, hardware: Hardware) -> float:
     return LITTLE * (hardware.on_chip_bytes - held_bytes) if hardware.network == "torus" else 0.0
 
 
-def _whole_s(matmul: Matmul, hardware: Hardware) -> float:
-    """Seconds of a whole dot. The smaller operand is fetched beforehand, beside other work, if it fits."""
-    sizes = (matmul.lhs_bytes, matmul.rhs_bytes)
-    smaller = 0 if sizes[0] < sizes[1] else 1
-    held = sizes[smaller] <= hardware.on_chip_bytes
-    beside = _beside_bytes(sizes[smaller] if held else 0.0, hardware)
-    lhs, rhs = (size <= beside or (held and side == smaller) for side, size in enumerate(sizes))
-    return matmul_s(matmul, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs)
+def _wholes_s(matmuls: tuple[Matmul, ...], hardware: Hardware, before_s: float) -> float:
+    """Seconds of the whole dots.
+
+    The smaller operand of each is fetched beforehand, beside other work, if it fits. So may the larger be,
+    for which the dot then waits if that takes longer than what runs before it.
+
+    Args:
+      matmuls: the dots.
+      hardware: where they run.
+      before_s: what runs before them.
+    """
+    total_s = 0.0
+    for matmul in matmuls:
+        sizes = (matmul.lhs_bytes, matmul.rhs_bytes)
+        smaller = 0 if sizes[0] < sizes[1] else 1
+        held = sizes[smaller] <= hardware.on_chip_bytes
+        beside = _beside_bytes(sizes[smaller] if held else 0.0, hardware)
+        lhs, rhs = (size <= beside or (held and side == smaller) for side, size in enumerate(sizes))
+        dot_s = matmul_s(matmul, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs)
+        if hardware.network == "torus" and sum(sizes) <= hardware.on_chip_bytes:
+            fetch_s = max(sizes) / hardware.hbm_bytes_per_s
+            fetched_s = matmul_s(matmul, hardware, lhs_on_chip=True, rhs_on_chip=True)
+            fetched_s += max(0.0, fetch_s - before_s)
+            if fetched_s < dot_s:
+                dot_s, before_s = fetched_s, max(0.0, before_s - fetch_s)
+        total_s += dot_s
+    return total_s
 
 
 def _pieces_s(work: RingWork, near: tuple[Near, ...], hardware: Hardware, *, adds: bool) -> float:
     """Seconds of one piece's dots: in the first step, or in one that adds to sums, where there are any."""
     gathered = work.collective == "all_gather"
-    summed = [
-        adds and (piece.k < whole.k if gathered else work.fused)
-        for piece, whole in zip(work.piece, work.matmuls, strict=True)
-    ]
+    summed = [adds and (piece.k < whole.k if gathered else work.fused) for piece, whole in work.pairs]
     width = dtype_bytes(work.accumulator)
     sums = zip(work.piece, summed, strict=True)
     sum_bytes = sum(piece.batch * piece.m * piece.n * width for piece, added in sums if added)
-    kept = gathered and sum_bytes * work.accumulators <= hardware.accumulator_on_chip_bytes
+    kept = sum_bytes * work.accumulators <= hardware.accumulator_on_chip_bytes
+    if not gathered:  # it comes and goes, so it must be little
+        kept = kept and sum_bytes <= _beside_bytes(0, hardware)
     total_s = 0.0
     for piece, added, (lhs, rhs) in zip(work.piece, summed, near, strict=True):
         total_s += matmul_s(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 from cost_model import Axis
-from cost_model.plain_chain import COLUMNS, LEAST_COLUMN, MOST_PIECES
+from cost_model.plain_chain import COLUMNS, LEAST_COLUMN, MOST_PIECES, cuts
 from passes import shims
 from passes.chains import AllGatherDot, Chain, DotPsum
 from passes.graph import Dataflow
@@ -51,9 +51,9 @@ def candidates(
     ]
     if axis.walks and not unroll:
         bases.append(RingSchedule(directions=1, wire=wire, orders=axis.walks))
-    for base in bases:
-        if not isinstance(chain, AllGatherDot) or _adds_up(chain):
-            base = dataclasses.replace(base, cut=known.cut)
+    ways_to_cut = cuts(axis, gathers=isinstance(chain, AllGatherDot), sums=_adds_up(chain))
+    for base, cut in itertools.product(bases, ways_to_cut):
+        base = dataclasses.replace(base, cut=cut)
         found.extend(_all(flow, chain, base) if thorough else _by_rule(flow, chain, base, known))
     most = MOST_PIECES if axis.hardware.opposite_hops_overlap else 1
     fitting = [
@@ -62,16 +62,9 @@ def candidates(
     return tuple(fitting) or (RingSchedule(directions=1, unroll=unroll, wire=wire),)
 
 
-def cut_otherwise(chain: Chain, schedule: RingSchedule) -> RingSchedule | None:
-    """The same schedule with blocks cut out of their operand in another way; None where it makes no odds."""
-    if schedule.route != "ring" or (isinstance(chain, AllGatherDot) and not _adds_up(chain)):
-        return None
-    return dataclasses.replace(schedule, cut="dot" if schedule.cut == "apart" else "apart")
-
-
-def _adds_up(chain: AllGatherDot) -> bool:
+def _adds_up(chain: Chain) -> bool:
     """Whether a dot of a gather ring adds up its pieces' results."""
-    return any(dot.dims.result_dim is None for dot in chain.dots)
+    return isinstance(chain, AllGatherDot) and any(dot.dims.result_dim is None for dot in chain.dots)
 
 
 def _wire(flow: Dataflow, chain: Chain, axis: Axis) -> Literal["float32", "operand"]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal
 
 from cost_model import Axis, Estimate, Hardware
 from cost_model.plain_chain import pays
-from passes.candidates import candidates, cut_otherwise
+from passes.candidates import candidates
 from passes.chains import AllGatherDot, Chain, Lone, ShardReduction, reductions
 from passes.collective import Collective
 from passes.emit import Ring
@@ -29,11 +29,8 @@ if TYPE_CHECKING:
 
 Policy = Literal["auto", "always", "never", "verify", "autotune"] | Callable[[Site], bool]
 POLICIES = ("auto", "always", "never", "verify", "autotune")
-TRIED: Final = 6
+TRIED: Final = 8
 """Schedules of a chain, the best by cost model, that a trial compiles."""
-
-CUT_OTHERWISE: Final = 2
-"""Of how many of them it also compiles what the cost model sees no difference in: blocks cut otherwise."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -251,9 +248,7 @@ def _tried(flow: Dataflow, proposal: Decision, network: Network, try_out: TryOut
     schedules = sorted(
         candidates(flow, chain, axis, thorough=True), key=lambda schedule: price(schedule).overlapped_s
     )
-    schedules = schedules[:TRIED]
-    otherwise = (cut_otherwise(chain, schedule) for schedule in schedules[:CUT_OTHERWISE])
-    trial = try_out(program, (*schedules, *(schedule for schedule in otherwise if schedule is not None)))
+    trial = try_out(program, tuple(schedules[:TRIED]))
     if trial is None:
         return _judge(proposal, "auto", _never_asked, network.hardware)
 

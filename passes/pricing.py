@@ -11,12 +11,13 @@ from typing import Final
 
 from cost_model import Axis, Estimate, Matmul, RingWork, estimate, exchange_estimate
 from cost_model.pipeline import pipeline_estimate
+from cost_model.plain_chain import copied_whole
 from passes.block_eval import accumulator_dtype, cut_once
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
 from passes.dots import matmul
 from passes.graph import Dataflow
 from passes.schedule import Across, RingSchedule, across, gather_schedule
-from passes.wire import wire_dtype
+from passes.wire import may_round, wire_dtype
 
 Pricer = Callable[[RingSchedule], Estimate]
 
@@ -77,9 +78,13 @@ def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis) -> WorkOf:
     gathered = flow.avals[flow.ops[chain.collective.op].outputs[0]]
     wire = flow.avals[chain.wire]
     # What travels in a narrower type does so before and after.
-    sent = wire_dtype(flow, chain) if axis.hardware.network == "torus" else wire.dtype
+    torus = axis.hardware.network == "torus"
+    sent = wire_dtype(flow, chain) if torus else wire.dtype
     rounded = {} if sent == wire.dtype else dict.fromkeys(chain.blocked, sent.name)
     gathered_bytes = gathered.size * (sent if rounded else gathered.dtype).itemsize
+    if torus and not rounded and may_round(flow, chain):
+        # When in doubt the original is the faster one.
+        gathered_bytes //= 2
     whole = _matmuls(flow, chain, Fraction(1), rounded=rounded)
     sums = [flow.avals[flow.ops[d.op].outputs[0]] for d in chain.dots if d.dims.result_dim is None]
     accumulator = max((accumulator_dtype(s.dtype) for s in sums), key=lambda d: d.itemsize, default=None)
@@ -102,6 +107,7 @@ def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis) -> WorkOf:
             chains=schedule.chains,
             columns=schedule.columns,
             joined=schedule.joined,
+            cut=schedule.cut,
             accumulator="float32" if accumulator is None else accumulator.name,
             accumulators=strips,
             hands_out_gathered=bool(chain.handed_out),
@@ -118,8 +124,18 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
     cut = across(flow, chain)
     narrow, wide = scattered.dtype, accumulator_dtype(scattered.dtype)
     wide_bytes = scattered.size * wide.itemsize / axis_size
-    copied_bytes = 2 * _scattered_blocks_bytes(flow, chain) / axis_size
+    blocked = [(flow.avals[operand], dim) for operand, dim in cut_once(flow, chain.body).items()]
+    # Blocks that do not lie together in memory: each is copied before its dot.
+    copied_bytes = 2 * sum(aval.size * aval.dtype.itemsize for aval, dim in blocked if dim) / axis_size
     narrow_bytes = scattered.size * narrow.itemsize / axis_size
+
+    whole_copies_bytes = 2 * sum(
+        aval.size
+        for aval, dim in blocked
+        if dim == 0
+        and aval.ndim > 1
+        and copied_whole(aval.shape[0] // axis_size, aval.dtype.itemsize, axis.hardware)
+    )
 
     def work(schedule: RingSchedule) -> RingWork:
         share = Fraction(1, axis_size)
@@ -133,6 +149,7 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
         else:
             share /= schedule.pieces * columns
             copied /= columns
+        copied += schedule.pieces * whole_copies_bytes
         return RingWork(
             collective="reduce_scatter",
             shard_bytes=narrow_bytes if schedule.wire == "operand" else wide_bytes,
@@ -143,6 +160,7 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
             rings=schedule.rings,
             walks=schedule.walks,
             chains=schedule.chains,
+            cut=schedule.cut,
             accumulator=(narrow if schedule.wire == "operand" else wide).name,
             columns=columns,
             fused=fused,
@@ -150,12 +168,6 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
         )
 
     return work
-
-
-def _scattered_blocks_bytes(flow: Dataflow, chain: DotReduceScatter) -> int:
-    """Bytes of operands whose blocks do not lie together in memory: each is copied before its dot."""
-    apart = [flow.avals[operand] for operand, dim in cut_once(flow, chain.body).items() if dim]
-    return sum(aval.size * aval.dtype.itemsize for aval in apart)
 
 
 def _alone(seconds: float, copy_s: float) -> Estimate:

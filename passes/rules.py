@@ -8,7 +8,6 @@ from typing import Final, Literal
 from cost_model import Hardware
 from passes import shims
 from passes.chains import AllGatherDot, Chain
-from passes.schedule import Cut
 
 Pattern = Literal["gather", "scatter"]
 
@@ -22,36 +21,34 @@ class Rule:
       chains: see ``RingSchedule``.
       across: see ``RingSchedule``; taken where the chain allows it.
       joined: see ``RingSchedule``; None leaves it to the cost model.
-      cut: see ``RingSchedule``.
     """
 
     evidence: str
     chains: int = 1
     across: bool = False
     joined: bool | None = None
-    cut: Cut = "dot"
 
 
 _RUN: Final = "bench/results/tpu_schedules.md"
 
 EXPLICIT: Final[dict[tuple[str, Pattern], Rule]] = {
-    ("tpu_v4", "gather"): Rule(_RUN, joined=False, cut="apart"),
+    ("tpu_v4", "gather"): Rule(_RUN, joined=False),
     ("tpu_v4", "scatter"): Rule(_RUN, chains=2),
     ("tpu_v5e", "gather"): Rule(_RUN),
-    ("tpu_v5e", "scatter"): Rule(_RUN, chains=2, across=True, cut="early"),
-    ("tpu_v5p", "gather"): Rule(_RUN, cut="apart"),
+    ("tpu_v5e", "scatter"): Rule(_RUN, chains=2, across=True),
+    ("tpu_v5p", "gather"): Rule(_RUN),
     ("tpu_v5p", "scatter"): Rule(_RUN, chains=2),
-    ("tpu_v6e", "gather"): Rule(_RUN, cut="apart"),
+    ("tpu_v6e", "gather"): Rule(_RUN),
     ("tpu_v6e", "scatter"): Rule(_RUN, chains=2, across=True),
-    ("tpu_7x", "gather"): Rule(_RUN, cut="apart"),
+    ("tpu_7x", "gather"): Rule(_RUN),
     ("tpu_7x", "scatter"): Rule(_RUN, chains=2),
 }
 """Where hops are started explicitly (jax 0.12 or newer)."""
 
 IMPLIED: Final[dict[tuple[str, Pattern], Rule]] = {
     **EXPLICIT,
-    ("tpu_v4", "gather"): Rule(_RUN, joined=True, cut="apart"),
-    ("tpu_v5p", "gather"): Rule(_RUN, joined=True, cut="apart"),
+    ("tpu_v4", "gather"): Rule(_RUN, joined=True),
+    ("tpu_v5p", "gather"): Rule(_RUN, joined=True),
 }
 """Where the compiler places the starts: it places some too late to hide a hop behind more than one matmul."""
 

@@ -41,7 +41,7 @@ def test_what_it_costs_is_tabled_with_the_figures_of_the_last_run() -> None:
 
 def summary() -> dict[str, tuple[str, str]]:
     """The first table's results and their kinds, by the name of the run that they are from."""
-    programs, matmuls, overhead, gpu, rolled, tpu, rings, network = (
+    programs, matmuls, overhead, gpu, rolled, tpu, rings, network, decisions = (
         json.loads((RESULTS / f"{name}.json").read_text())
         for name in (
             "programs",
@@ -52,8 +52,10 @@ def summary() -> dict[str, tuple[str, str]]:
             "tpu_schedules",
             "ring_model",
             "network",
+            "decisions",
         )
     )
+    judged = decisions["all"]
     (auto,) = (means for means in gpu["summary"]["means"] if means["version"] == "auto")
     of_tpus = {means["version"]: means for means in tpu["summary"]["means"]}
     took = {(row["pattern"], row["devices"], row["form"]): row for row in rolled["rows"]}
@@ -103,6 +105,11 @@ def summary() -> dict[str, tuple[str, str]]:
             for version in ("auto", "verify")
         },
         "ring_model": (f"median error {rings['errors']['rings, all']['median']:.1%}", "modelled"),
+        "decisions": (
+            f"{judged['share']:.0%} right, mean regret {judged['mean_regret']:.1%}, "
+            f"{len(judged['losses'])} losses",
+            "modelled",
+        ),
         "matmul_model": (
             f"median error {min(errors):.1f} % to {max(errors):.1f} % on {len(errors)} chips",
             "modelled",

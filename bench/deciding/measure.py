@@ -26,6 +26,7 @@ from bench.schedules import decided, measure, programs
 from bench.schedules.case import Slice
 from cost_model import Estimate, Topology
 from overlap import verify
+from overlap.compiled_memory import temporary_bytes
 from overlap.hlo.parse import parse
 from overlap.hlo.simulate import simulate
 from overlap.trial_target import Target
@@ -99,7 +100,7 @@ def compile_one(chain: Drawn, schedule: str) -> Compiled:
             "matmul_s": measure.matmuls(module, timeline)["matmul_s"],
             "exposed_s": timeline.exposed_s,
             "copy_wait_s": timeline.copy_wait_s,
-            "temporary_bytes": verify.temporary_bytes(compiled),
+            "temporary_bytes": temporary_bytes(compiled),
         }
     except Exception as failure:  # whatever the compiler or the library raises belongs into the row
         found = {"error": verify.one_line(failure)}

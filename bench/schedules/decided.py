@@ -11,8 +11,8 @@ import cost_model
 import passes
 from cost_model import Estimate, Hardware
 from passes import Plan, RingSchedule
-from passes.candidates import candidates, cut_otherwise
-from passes.decide import CUT_OTHERWISE, Decision
+from passes.candidates import candidates
+from passes.decide import Decision
 from passes.network import Network
 from passes.pricing import pricer
 
@@ -57,8 +57,7 @@ def candidates_of(plan: Plan, mesh: Any, hardware: Hardware) -> dict[str, tuple[
     price = pricer(inner.flow, chain, axis)
     every = candidates(inner.flow, chain, axis, thorough=True)
     ranked = sorted(every, key=lambda schedule: price(schedule).overlapped_s)
-    otherwise = [cut_otherwise(chain, schedule) for schedule in ranked[:CUT_OTHERWISE]]
-    wanted = dict.fromkeys((decision.ring.schedule, *ranked, *(s for s in otherwise if s is not None)))
+    wanted = dict.fromkeys((decision.ring.schedule, *ranked))
     priced = sorted(((s, price(s)) for s in wanted), key=lambda pair: pair[1].overlapped_s)
     named: dict[str, tuple[RingSchedule, Estimate]] = {}
     for schedule, estimate in priced:

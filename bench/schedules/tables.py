@@ -32,6 +32,8 @@ NOTES: Final = (
     "that slices under 4×4×4 have none. Without it every version of those rows would be slower.",
     "v5p:4x4x4 is a mesh of 16 × 4: @4 communicates along one physical ring, @16 over planes of 4 × 4 chips. "
     "v4 and tpu7x have two devices on each chip.",
+    "Temporary memory is the smaller of the compiler's two figures: one of them counts more than it allots, "
+    "and so a program above the chip's whole memory compiles (`overlap/compiled_memory.py`).",
     '"Sceptical" charges elementwise work no more than its bytes at the memory bandwidth, for every version: '
     "the compiler's estimates of such work are cautious, and it is what XLA's modes have most of.",
 )

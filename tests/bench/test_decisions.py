@@ -358,7 +358,7 @@ def test_a_ring_that_is_compiled_is_the_one_that_a_call_runs(pattern: str) -> No
         return lines[begin + 1 : end + 1]
 
     ours = body(measure.forced(chain, chosen))
-    assert sum("dot_general" in line for line in ours) > chain.slice.axis_size
+    assert sum("dot_general" in line for line in ours) >= chain.slice.axis_size
     assert ours == body(overlapped(chain))
 
 

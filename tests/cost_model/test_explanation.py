@@ -13,7 +13,8 @@ from cost_model.axis import Axis
 from cost_model.break_even import break_evens
 from cost_model.explanation import explain
 from cost_model.matmul import Matmul, matmul_s
-from cost_model.plain_chain import PATTERNS, Form, PlainChain, PlainDot, chain_of, forms, price
+from cost_model.plain_chain import PATTERNS, Form, PlainChain, PlainDot, chain_of, forms, price, works
+from cost_model.ring import estimate
 
 V5P = dataclasses.replace(
     by_name("tpu_v5p"), name="like v5p", matmul_efficiency=0.965, matmul_overhead_s=3.7e-6
@@ -82,11 +83,42 @@ class TestTerms:
 
     def test_blocks_that_lie_apart_are_copied_before_a_scatter_s_dots(self) -> None:
         rows, columns = (
-            explain(chain_of("dot_reduce_scatter", 4096, 4096, 4096, cut=cut), RING, [Form()]).best
+            works(chain_of("dot_reduce_scatter", 4096, 4096, 4096, cut=cut), Form(), RING)[0]
             for cut in ("m", "n")
         )
-        copied_s = 15 * 2 * 4096 * 4096 * 2 / 16 / V5P.hbm_bytes_per_s
-        assert columns.estimate.partials_s - rows.estimate.partials_s == pytest.approx(copied_s)
+        copied_bytes = columns.apart_bytes - rows.apart_bytes
+        assert copied_bytes == 2 * 4096 * 4096 * 2 / 16
+        copied_s = 15 * copied_bytes / V5P.hbm_bytes_per_s
+        without = dataclasses.replace(columns, apart_bytes=rows.apart_bytes)
+        difference_s = estimate(columns, RING).partials_s - estimate(without, RING).partials_s
+        assert difference_s == pytest.approx(copied_s)
+
+    @pytest.mark.parametrize(
+        ("m", "dtype", "hardware", "whole"),
+        [
+            (16 * 32, "int8", "tpu_v5p", False),
+            (16 * 40, "int8", "tpu_v5p", True),
+            (16 * 40, "bfloat16", "tpu_v5p", False),
+            (16 * 40, "int8", "h100", False),
+        ],
+    )
+    def test_pieces_of_bytes_that_begin_within_a_tile_are_copies_of_the_whole(
+        self, m: int, dtype: str, hardware: str, whole: bool
+    ) -> None:
+        chain = chain_of("dot_reduce_scatter", m, 512, 1024, dtype=dtype)
+        axis = Axis(by_name(hardware), 16)
+        for form in (Form(), Form(directions=2)):
+            (work,) = works(chain, form, axis)
+            added = 0 if work.fused else 3 * work.shard_bytes * (1 if dtype == "int8" else 2)
+            assert work.apart_bytes - added == (2 * form.pieces * m * 512 if whole else 0)
+
+    def test_what_may_be_rounded_is_taken_to_be_in_the_original(self) -> None:
+        small, large = (
+            works(chain_of("all_gather_dot", 16 * m, 640, 640, dtype="float32"), Form(), RING)[0]
+            for m in (64, 640)
+        )
+        assert small.collective_shard_bytes == small.shard_bytes / 2 == 64 * 640 * 2
+        assert large.collective_shard_bytes == large.shard_bytes == 640 * 640 * 2
 
     def test_words_tell_every_term(self) -> None:
         text = str(explain(gather(), RING))

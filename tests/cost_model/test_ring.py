@@ -21,6 +21,7 @@ from cost_model import (
     matmul_s,
     names,
 )
+from cost_model.ring import CUTTING, JOINING, JOINING_MORE
 
 _V5P, _V5E, _H100, _CPU = by_name("tpu_v5p"), by_name("tpu_v5e"), by_name("h100"), by_name("cpu")
 
@@ -107,7 +108,7 @@ def test_the_estimate_agrees_with_compiled_schedules(name: str, unrewritten_s: f
 
 
 # Its mirror, scattered on rows: two sums per direction, so that each hop has a matmul beside it.
-@pytest.mark.parametrize(("name", "ring_s"), [("tpu_v5e", 1778e-6), ("tpu_v5p", 832e-6)])
+@pytest.mark.parametrize(("name", "ring_s"), [("tpu_v5e", 1707e-6), ("tpu_v5p", 902e-6)])
 def test_the_estimate_of_a_scatter_agrees_with_compiled_schedules(name: str, ring_s: float) -> None:
     priced = estimate(_scatter(8192, 2048, 8192, 16, 2, 2), Axis(by_name(name), 16))
     assert priced.overlapped_s == pytest.approx(ring_s, rel=0.1)
@@ -188,7 +189,7 @@ def test_the_piece_takes_what_the_tests_below_say() -> None:
 def test_a_step_of_a_gather_ring(form: Any, dots: int, wire_s: float) -> None:
     priced = _by_hand(**form)
     # Joining reads and writes the shard's 12e6 bytes, and the 2e6 of the result.
-    step_s = dots * _M_S + (28e-3 if form.get("joined") else 0)
+    step_s = dots * _M_S + (JOINING * 28e-3 if form.get("joined") else 0)
     assert priced.hops_s == pytest.approx(3 * wire_s)
     assert priced.partials_s == pytest.approx(4 * step_s)
     assert priced.overlapped_s == pytest.approx(step_s + 3 * max(step_s, wire_s))
@@ -290,6 +291,101 @@ def test_a_ring_needs_room_for_what_travels_and_for_sums(form: Any, needed_bytes
     whole = dataclasses.replace(_M, k=4000)
     work = _work(matmuls=(whole,), shard_bytes=4e6, collective_shard_bytes=4e6, **form)
     assert estimate(work, Axis(_PLAIN, 4)).added_bytes == pytest.approx(needed_bytes - 4 * 4e6)
+
+
+_ROOMY = dataclasses.replace(_PLAIN, on_chip_bytes=1e8)
+"""The same with room on chip; how long a matmul takes there does not depend on where its operands are."""
+
+
+def test_the_first_dot_waits_for_the_operand_that_all_pieces_share() -> None:
+    """The weights' 2e6 bytes; a hop of 6e6 bytes that the dots do not hide gives them time to come."""
+    whole = Matmul(m=4000, k=1000, n=1000)
+    near, far = (
+        estimate(_work(matmuls=(whole,), shard_bytes=0), Axis(hardware, 4)) for hardware in (_ROOMY, _PLAIN)
+    )
+    dots_s = 4 * (near_s := matmul_s(_M, _ROOMY, lhs_on_chip=True, rhs_on_chip=True))
+    assert near.overlapped_s == pytest.approx(2e-3 + dots_s)
+    assert far.overlapped_s == pytest.approx(4 * _M_S)
+    bound = estimate(_work(matmuls=(whole,), shard_bytes=6e6), Axis(_ROOMY, 4))
+    assert bound.overlapped_s == pytest.approx(near_s + 3 * 6e-3)
+
+
+def test_an_operand_of_the_original_may_be_fetched_while_the_collective_runs() -> None:
+    def original(shard_bytes: float) -> Estimate:
+        return estimate(_work(shard_bytes=shard_bytes, collective_shard_bytes=shard_bytes), Axis(_ROOMY, 4))
+
+    whole = dataclasses.replace(_M, m=4000)
+    near_s, far_s = (matmul_s(whole, _ROOMY, lhs_on_chip=near, rhs_on_chip=True) for near in (True, False))
+    assert original(1e9).dot_s == pytest.approx(near_s)
+    assert original(0).dot_s == pytest.approx(min(far_s, near_s + 8e-3), rel=1e-3)
+    assert near_s < 0.6 * far_s
+
+
+@pytest.mark.parametrize(
+    ("form", "copied_bytes"),
+    [
+        ({"cut": "dot"}, 0.0),
+        ({"cut": "apart"}, CUTTING * 1e6),  # Of a row block of 2e6 bytes half, per direction.
+        ({"cut": "early"}, CUTTING * 1e6),
+    ],
+    ids=str,
+)
+def test_a_block_that_is_cut_out_is_copied(form: Any, copied_bytes: float) -> None:
+    """Of a scatter of 8000 rows on 4 devices both ways: 1000 rows of 500 elements are a piece."""
+    work = _scatter(8000, 500, 1000, 4, 2, fused=False)
+    plain = estimate(work, Axis(_PLAIN, 4))
+    cut = estimate(dataclasses.replace(work, **form), Axis(_PLAIN, 4))
+    # On chip there is no room, so nothing is gained.
+    assert cut.partials_s - plain.partials_s == pytest.approx(4 * 2 * 2 * copied_bytes / 1e9)
+    copying = dataclasses.replace(_PLAIN, copy_overhead_s=1e-3)
+    slower = estimate(dataclasses.replace(work, **form), Axis(copying, 4))
+    copies = 4 * 2 if copied_bytes else 0
+    assert slower.partials_s - cut.partials_s == pytest.approx(1e-3 * copies)
+
+
+def test_a_block_that_was_cut_out_is_on_chip_if_it_fits_there() -> None:
+    whole = Matmul(m=8000, k=500, n=1000)
+    work = _scatter(8000, 500, 1000, 4, 2, fused=False)
+    roomy = dataclasses.replace(_PLAIN, on_chip_bytes=4e6)  # For the block, not for the whole operand.
+    dot, early = (
+        estimate(dataclasses.replace(work, cut=cut), Axis(roomy, 4)).partials_s for cut in ("dot", "early")
+    )
+    piece = dataclasses.replace(whole, m=1000)
+    far_s, near_s = (matmul_s(piece, roomy, lhs_on_chip=near, rhs_on_chip=True) for near in (False, True))
+    assert dot == pytest.approx(1e-3 + 8 * far_s)
+    assert early == pytest.approx(1e-3 + 8 * (near_s + 2 * CUTTING * 1e-3))
+
+
+def test_a_gather_s_dots_cut_blocks_out_of_what_does_not_travel() -> None:
+    """x[1000, 4000] · w[4000, 500]: of x each step's block has 2e6 bytes, a shard of w 1e6."""
+    whole = Matmul(m=1000, k=4000, n=500)
+    piece = dataclasses.replace(whole, k=1000)
+    work = _work(matmuls=(whole,), piece=(piece,), shard_bytes=1e6, collective_shard_bytes=1e6)
+    plain, apart = (
+        estimate(dataclasses.replace(work, cut=cut), Axis(_PLAIN, 4)).partials_s for cut in ("dot", "apart")
+    )
+    assert apart - plain == pytest.approx(4 * 2 * CUTTING * 2e-3)
+    in_columns = dataclasses.replace(work, columns=2)
+    plain, apart = (
+        estimate(dataclasses.replace(in_columns, cut=cut), Axis(_PLAIN, 4)).partials_s
+        for cut in ("dot", "apart")
+    )
+    assert apart - plain == pytest.approx(4 * 2 * CUTTING * 2e-3)
+
+
+def test_joining_the_pieces_of_several_dots_takes_longer() -> None:
+    def joined(count: int, hardware: Hardware) -> float:
+        whole = Matmul(m=4000, k=1000, n=1000)
+        work = _work(matmuls=(whole,) * count, piece=(_M,) * count, shard_bytes=2e6, directions=2)
+        both = (dataclasses.replace(work, joined=joined) for joined in (False, True))
+        apart, together = (estimate(each, Axis(hardware, 4)).partials_s for each in both)
+        return together - apart
+
+    slow = dataclasses.replace(_PLAIN, joining=3.0)
+    dots_s = 4 * _M_S  # One dot of a step in place of two, which are as large here.
+    assert joined(1, _PLAIN) + dots_s == pytest.approx(4 * 2 * JOINING * 4e-3)
+    assert joined(1, slow) + dots_s == pytest.approx(3 * 4 * 2 * JOINING * 4e-3)
+    assert joined(2, _PLAIN) + 2 * dots_s == pytest.approx(4 * 2 * JOINING_MORE * 6e-3)
 
 
 def test_a_ring_that_needs_no_more_memory_comes_before_a_faster_one() -> None:

@@ -18,13 +18,7 @@ from jax import lax
 from cost_model import Axis, Topology, by_name, names
 from cost_model.plain_chain import COLUMNS, LEAST_COLUMN, MOST_PIECES
 from passes import rules, shims
-from passes.candidates import (
-    EXCHANGE,
-    LONGEST_UNROLLED,
-    UNROLL,
-    candidates,
-    cut_otherwise,
-)
+from passes.candidates import EXCHANGE, LONGEST_UNROLLED, UNROLL, candidates
 from passes.chains import AllGatherDot, Chain, DotPsum
 from passes.graph import Dataflow
 from passes.rules import DEFAULT, EXPLICIT, IMPLIED, rule
@@ -135,24 +129,22 @@ def test_there_are_never_more_pieces_than_a_block_has_parts(
         assert schedule.pieces <= (16 if schedule.across else block)
 
 
-@pytest.mark.parametrize(("hardware", "cut"), [("tpu_v5p", "apart"), ("tpu_v5e", "dot"), ("h100", "dot")])
-def test_blocks_for_sums_are_cut_as_the_chip_s_rule_says(hardware: str, cut: str) -> None:
-    with mock.patch.object(shims, "EXPLICIT_STARTS", True):
-        found = candidates(*gather_contracting(), Axis(by_name(hardware), 4), thorough=True)
-    assert {schedule.cut for schedule in found} == {cut}
-    placed = candidates(*gather_free(), Axis(by_name(hardware), 4), thorough=True)
-    assert {schedule.cut for schedule in placed} == {"dot"}
-
-
-def test_blocks_can_be_cut_otherwise_where_that_makes_odds() -> None:
-    apart, plain = RingSchedule(directions=2, cut="apart"), RingSchedule(directions=2)
-    for make in (gather_contracting, scatter, psum):
-        _, chain = make()
-        assert cut_otherwise(chain, plain) == apart
-        assert cut_otherwise(chain, apart) == plain
-        assert cut_otherwise(chain, dataclasses.replace(plain, cut="early")) == apart
-    assert cut_otherwise(gather_free()[1], plain) is None
-    assert cut_otherwise(exchange()[1], EXCHANGE) is None
+@pytest.mark.parametrize(
+    ("make", "cuts"),
+    [
+        (gather_contracting, {"dot", "apart"}),
+        (gather_free, {"dot"}),
+        (scatter, {"dot", "early"}),
+        (psum, {"dot", "early"}),
+        (exchange, {"dot"}),
+    ],
+)
+@pytest.mark.parametrize("thorough", [False, True])
+def test_blocks_may_be_cut_by_the_dot_or_before_it(make: Any, cuts: set[str], thorough: bool) -> None:
+    flow, chain = make()
+    for hardware, expected in (("tpu_v5p", cuts), ("tpu_v5e", cuts), ("h100", {"dot"})):
+        found = candidates(flow, chain, Axis(by_name(hardware), 4), thorough=thorough)
+        assert {schedule.cut for schedule in found} == expected
 
 
 @pytest.mark.parametrize(("dtype", "rows"), [("int8", 32), ("bfloat16", 16), ("float32", 16)])
