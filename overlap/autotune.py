@@ -16,6 +16,7 @@ import numpy as np
 
 from overlap.compiled_memory import temporary_bytes
 from overlap.schedule_cache import record, times_of
+from overlap.speedup import speedup
 from overlap.trial_target import Target
 from overlap.trial_times import Failed, Timed, Times
 from overlap.verify import compiled_for, failed, one_line
@@ -52,7 +53,7 @@ def measured_times(
     target: Target,
     done: Callable[[], None],
 ) -> Times | None:
-    """The median wall-clock times of a chain and of its rings, run in turn.
+    """The wall-clock times of a chain and of its rings, run in turn.
 
     Args:
       program: the chain.
@@ -61,7 +62,8 @@ def measured_times(
       done: called after each program.
 
     Returns:
-      The times, those of process 0 in every process; None where the chain as written cannot be run.
+      The times, those of process 0 in every process: of the chain as written the median, of a ring what it
+      takes at worst, see `race`. None where the chain as written cannot be run.
     """
     versions = [program.original, *map(program.version, choices)]
     runs: list[Any] = []
@@ -92,26 +94,38 @@ def measured_times(
     if isinstance(runs[0], Exception):
         logger.debug("the chain as written cannot be run: %s", one_line(runs[0]))
         return None
-    seconds = race([run if not isinstance(run, Exception) else None for run in runs], values, _calls(target))
+    runnable = [run if not isinstance(run, Exception) else None for run in runs]
+    seconds = race(runnable, values, _calls(target), _meeting(target))
     found: list[Timed | Failed] = [
         failed(choice, run, lasting=False)
         if isinstance(run, Exception)
-        else Timed(median, temporary_bytes(run))
-        for choice, run, median in zip(choices, runs[1:], seconds[1:], strict=True)
+        else Timed(ring_s, _memory(run, target))
+        for choice, run, ring_s in zip(choices, runs[1:], seconds[1:], strict=True)
     ]
-    return agreed(Times(Timed(seconds[0], temporary_bytes(runs[0])), tuple(found)), choices, target)
+    return agreed(Times(Timed(seconds[0], _memory(runs[0], target)), tuple(found)), choices, target)
 
 
 def race(
     runs: Sequence[Callable[..., Any] | None],
     values: Sequence[Any],
     calls: int,
+    meet: Callable[[], object] = lambda: None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
-    """Median seconds of one call of each function; 0 where there is none.
+    """Seconds of one call of each function; 0 where there is none.
+
+    Of the first it is the median. Of the others it is what they take at worst: the first's median over the
+    lower bound of their speed-up (`overlap.speedup`), so that a time which varies by chance gains nothing.
 
     They run in turn, and a round begins one further along than the last: what disturbs the machine for a
     while disturbs them all.
+
+    Args:
+      runs: the functions; there is a first.
+      values: their arguments.
+      calls: per sample.
+      meet: called before each sample.
+      clock: tells the time in seconds.
     """
     samples: list[list[float]] = [[] for _ in runs]
     for first in range(ROUNDS):
@@ -119,13 +133,46 @@ def race(
             run = runs[number]
             if run is None:
                 continue
+            meet()
             begin_s = clock()
             results = None
             for _ in range(calls):
                 results = run(*values)
             jax.block_until_ready(results)
             samples[number].append((clock() - begin_s) / calls)
-    return [statistics.median(taken) if taken else 0.0 for taken in samples]
+    original_s = statistics.median(samples[0])
+    return [original_s, *(_at_worst_s(samples[0], taken) for taken in samples[1:])]
+
+
+def _at_worst_s(original: Sequence[float], ring: Sequence[float]) -> float:
+    found = speedup(original, ring)
+    if found is None:
+        return 0.0
+    return statistics.median(original) / (found.ratio if found.low is None else found.low)
+
+
+def _meeting(target: Target) -> Callable[[], object]:
+    """What waits until all processes have come to the same place.
+
+    They leave a trial's last sample at different times. One that is late would count as slow communication.
+    """
+    if len(target.processes) == 1:
+        return lambda: None
+    names = target.mesh.axis_names
+    one = jax.ShapeDtypeStruct(
+        (target.mesh.size,), jnp.float32, sharding=jax.NamedSharding(target.mesh, jax.P(names))
+    )
+    total = jax.shard_map(
+        lambda x: jax.lax.psum(x, names), mesh=target.mesh, in_specs=jax.P(names), out_specs=jax.P()
+    )
+    meet = jax.jit(total).lower(one).compile()
+    token = some(one, 0)
+    return lambda: jax.block_until_ready(meet(token))
+
+
+def _memory(compiled: Any, target: Target) -> int | None:
+    """A program's temporary memory; on CPU None: it is the host's, and no ring needs much of that."""
+    return None if target.devices[0].platform == "cpu" else temporary_bytes(compiled)
 
 
 def some(argument: jax.ShapeDtypeStruct, seed: int) -> Any:
