@@ -79,7 +79,9 @@ def spread(times_s: Sequence[float]) -> Spread | None:
     return Spread(median_s=median, low_s=low, high_s=high, fastest_s=fastest, slowest_s=slowest)
 
 
-def speedup(original_s: Sequence[float], overlapped_s: Sequence[float], *, seed: int = 0) -> Speedup | None:
+def speedup(
+    original_s: Sequence[float], overlapped_s: Sequence[float], *, seed: int = 0, level: float = LEVEL
+) -> Speedup | None:
     """The ratio of the medians and its percentile bootstrap interval (Efron and Tibshirani 1993, ch. 13).
 
     Whole rounds are drawn, an original's time with the overlapped one's measured right after it: what slows
@@ -89,6 +91,8 @@ def speedup(original_s: Sequence[float], overlapped_s: Sequence[float], *, seed:
       original_s, overlapped_s: seconds of each round, in order. Of series of different lengths (a variant
         failed on the way) the rounds that both have count.
       seed: of the draws: equal times and seeds give equal bounds.
+      level: of the interval. Where one of n comparisons may be told by chance, that of each is
+        1 - (1 - level) / n (Bonferroni).
 
     Returns:
       The speed-up; None where a series is empty or a median is not above 0.
@@ -99,15 +103,15 @@ def speedup(original_s: Sequence[float], overlapped_s: Sequence[float], *, seed:
         return None
     low = high = None
     if rounds >= FEWEST:
-        low, high = _interval(before, after, np.random.default_rng(seed))
+        low, high = _interval(before, after, np.random.default_rng(seed), level)
     ratio = float(np.median(before) / np.median(after))
-    return Speedup(ratio=ratio, low=low, high=high, level=LEVEL, rounds=rounds)
+    return Speedup(ratio=ratio, low=low, high=high, level=level, rounds=rounds)
 
 
-def _interval(before: Any, after: Any, rng: np.random.Generator) -> tuple[float, float]:
+def _interval(before: Any, after: Any, rng: np.random.Generator, level: float) -> tuple[float, float]:
     ratios: list[Any] = []
     for drawn in range(0, RESAMPLES, step := max(1, _CHUNK // len(before))):
         rows = rng.integers(len(before), size=(min(step, RESAMPLES - drawn), len(before)))
         ratios.append(np.median(before[rows], axis=1) / np.median(after[rows], axis=1))
-    low, high = np.quantile(np.concatenate(ratios), ((1 - LEVEL) / 2, (1 + LEVEL) / 2)).tolist()
+    low, high = np.quantile(np.concatenate(ratios), ((1 - level) / 2, (1 + level) / 2)).tolist()
     return low, high

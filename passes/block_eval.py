@@ -30,11 +30,14 @@ class Piece:
       places: where the devices stand.
       distance: how many places further along the device stands whose block it is; traced in a rolled ring.
       part: which part of the block.
+      later: an int32 0 that is known only once something else is, so that the piece is not cut out before;
+        None where it may be cut out at any time. See `Places.nothing_of`.
     """
 
     places: Places
     distance: Any
     part: Part
+    later: Any = None
 
     @property
     def share(self) -> Fraction:
@@ -50,7 +53,8 @@ class Piece:
         """The piece of a whole array."""
         size = whole.shape[dim]
         length = int(size * self.share)
-        return lax.dynamic_slice_in_dim(whole, self.offset(size), length, dim, allow_negative_indices=False)
+        start = self.offset(size) if self.later is None else jnp.add(self.offset(size), self.later)
+        return lax.dynamic_slice_in_dim(whole, start, length, dim, allow_negative_indices=False)
 
     def place(self, whole: Any, piece: Any, dim: int) -> Any:
         """The whole array with the piece written into it."""

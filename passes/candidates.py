@@ -12,6 +12,7 @@ from cost_model.plain_chain import COLUMNS, LEAST_COLUMN, MOST_PIECES, cuts
 from passes import shims
 from passes.chains import AllGatherDot, Chain, DotPsum
 from passes.graph import Dataflow
+from passes.hops import SWAPPED_BYTES, swaps
 from passes.rules import Rule, rule
 from passes.schedule import RingSchedule, across, divisions
 
@@ -59,12 +60,22 @@ def candidates(
     fitting = [
         s for s in dict.fromkeys(found) if _in_flight(chain, s) <= most and _fits(flow, chain, s, unit)
     ]
+    if thorough and _may_swap(flow, chain):
+        fitting += [dataclasses.replace(s, hops="all_reduce") for s in fitting if s.pieces == 1]
     return tuple(fitting) or (RingSchedule(directions=1, unroll=unroll, wire=wire),)
 
 
 def _adds_up(chain: Chain) -> bool:
     """Whether a dot of a gather ring adds up its pieces' results."""
     return isinstance(chain, AllGatherDot) and any(dot.dims.result_dim is None for dot in chain.dots)
+
+
+def _may_swap(flow: Dataflow, chain: Chain) -> bool:
+    """Whether hops may go by an ``all_reduce``, which can pay on CPU devices alone."""
+    value = chain.wire if isinstance(chain, AllGatherDot) else flow.ops[chain.collective.op].outputs[0]
+    aval = flow.avals[value]
+    wide = aval.dtype.itemsize == SWAPPED_BYTES
+    return shims.device_kind(aval) == "cpu" and wide and swaps(chain.collective)
 
 
 def _wire(flow: Dataflow, chain: Chain, axis: Axis) -> Literal["float32", "operand"]:

@@ -236,7 +236,7 @@ class _Pipeline:
 
     def _piece(self, part: Part, distance: int, number: Any) -> _ChunkPiece:
         within = number if self.cut_across is None else 0
-        return _ChunkPiece(self.rings[part.ring], distance, part, within, self.chunks_of_block)
+        return _ChunkPiece(self.rings[part.ring], distance, part, number=within, chunks=self.chunks_of_block)
 
     def _placed(self, result: Any, shards: list[Any], step: int, number: Any) -> Any:
         """The result with the shards written into it that have come ``step`` places along their rings."""

@@ -14,7 +14,7 @@ from cost_model.ring import Cut
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum
 from passes.dots import DotDims, dot_dims
 from passes.graph import Dataflow
-from passes.hops import Order
+from passes.hops import HopKind, Order
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,7 @@ class RingSchedule:
       orders: per ring the places in the order in which it visits them, or a walk, each ring with its share
         of every block; empty for one ring in the order of the places. Walks go one way, and are not rolled:
         each of their hops has pairs of its own.
+      hops: how a value gets to the next device; see ``HopKind``.
     """
 
     directions: Literal[1, 2]
@@ -59,6 +60,7 @@ class RingSchedule:
     wire: Literal["float32", "operand"] = "float32"
     unroll: int = 0
     orders: tuple[Order, ...] = ()
+    hops: HopKind = "permute"
 
     def __post_init__(self) -> None:
         if self.walks and (self.directions > 1 or self.unroll or self.route != "ring"):
@@ -92,6 +94,8 @@ class RingSchedule:
             words.append(f"{self.rings} walks")
         elif self.orders:
             words.append("reordered" if self.rings == 1 else f"{self.rings} rings")
+        if self.hops == "all_reduce":
+            words.append("hops by all_reduce")
         return ", ".join(words)
 
 
