@@ -141,7 +141,8 @@ def emission() -> str:
     digest = hashlib.sha256()
     packages = [Path(package.__file__ or "").parent for package in (cost_model, passes)]
     folders = [*packages, Path(__file__).parent / "hlo"]
-    own = [Path(__file__).with_name(name) for name in ("verify.py", "autotune.py")]
+    names = ("verify.py", "autotune.py", "speedup.py", "compiled_memory.py")
+    own = [Path(__file__).with_name(name) for name in names]
     for path in [*(path for folder in folders for path in sorted(folder.glob("*.py"))), *own]:
         digest.update(f"{path.parent.name}/{path.name}\n".encode())
         digest.update(path.read_bytes())

@@ -112,6 +112,24 @@ class TestDecision:
         assert hops(function, x, w.T) > 0
         check(function(x, w.T), x.astype(np.float64) @ w.T)
 
+    @pytest.mark.parametrize("devices", [2, 4])
+    def test_hops_of_two_cpu_devices_may_go_by_all_reduce(
+        self, devices: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def race(runs: Any, *_: Any) -> list[float]:
+            return [1.0, *(0.5 if "all-reduce(" in run.as_text() else 0.8 for run in runs[1:])]
+
+        monkeypatch.setattr(autotune, "race", race)
+        function = overlap_collectives(
+            mapped(gather, mesh_of(devices)), policy="autotune", hardware="cpu", strict=True
+        )
+        x, w = (np.arange(size, dtype=np.float32).reshape(-1, 16) / size for size in (512, 384))
+        (site,) = function.explain(x, w.T).sites
+        assert site.reason == "tried_faster"
+        assert (hops(function, x, w.T) == 0) == (devices == 2)
+        assert ("hops by all_reduce" in site.schedule) == (devices == 2)
+        check(function(x, w.T), x.astype(np.float64) @ w.T)
+
     def test_programs_are_run_and_timed(self) -> None:
         found = trials("autotune")(*chain())
         assert found is not None
