@@ -7,6 +7,7 @@ does not suffice.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -236,7 +237,8 @@ def _ppermute_start() -> Callable[..., Any] | None:
     future = getattr(core, "AbstractFuture", None)
     start = getattr(parallel, "ppermute_start", None)
     # jax 0.10 has the start, but no barrier that takes its future.
-    if jax.__version_info__ < (0, 12) or future is None or start is None:
+    lowers = hasattr(parallel, "_ppermute_lowering")
+    if jax.__version_info__ < (0, 12) or future is None or start is None or not lowers:
         return None
 
     def mapped(size: int, axis: int | None, aval: Any) -> Any:
@@ -253,7 +255,24 @@ def _ppermute_start() -> Callable[..., Any] | None:
                 return primitive.bind(*values, **params), dims[0]
 
             batching.primitive_batchers[primitive] = batched
+    mlir.register_lowering(parallel.ppermute_start_p, _told_apart)
     return start  # type: ignore[no-any-return]
+
+
+def _told_apart(ctx: Any, value: Any, **params: Any) -> Any:
+    """Lowers a start to an operation that the compiler takes for no other.
+
+    jax names the pairs in a frontend attribute, which XLA leaves out when it looks for operations that are
+    the same: of two starts of one operand along different axes, or both ways round, it keeps one, and devices
+    get the wrong shard (jax 0.12, TPU and GPU). It does compare what the backend is told, and reads nothing there.
+    """
+    from jax._src.lax import parallel
+
+    (future,) = parallel._ppermute_lowering(ctx, value, is_async=True, **params)
+    said = str(future.owner.attributes["mhlo.frontend_attributes"])
+    digest = hashlib.sha256(said.encode()).hexdigest()
+    future.owner.attributes["backend_config"] = mlir.ir.StringAttr.get(digest)
+    return [future]
 
 
 _START = _ppermute_start()
