@@ -264,11 +264,13 @@ def _told_apart(ctx: Any, value: Any, **params: Any) -> Any:
 
     jax names the pairs in a frontend attribute, which XLA leaves out when it looks for operations that are
     the same: of two starts of one operand along different axes, or both ways round, it keeps one, and devices
-    get the wrong shard (jax 0.12, TPU and GPU). It does compare what the backend is told, and reads nothing there.
+    get the wrong shard (jax 0.12, TPU and GPU). It does compare what the backend is told, and reads nothing
+    there.
     """
     from jax._src.lax import parallel
 
-    (future,) = parallel._ppermute_lowering(ctx, value, is_async=True, **params)
+    lower: Callable[..., Any] = parallel._ppermute_lowering
+    (future,) = lower(ctx, value, is_async=True, **params)
     said = str(future.owner.attributes["mhlo.frontend_attributes"])
     digest = hashlib.sha256(said.encode()).hexdigest()
     future.owner.attributes["backend_config"] = mlir.ir.StringAttr.get(digest)
