@@ -27,7 +27,7 @@ logger = logging.getLogger("overlap")
 WARM_UPS: Final = 2
 """Calls of each program before the timed ones."""
 
-ROUNDS: Final = 10
+ROUNDS: Final = 16
 """Samples of each program; all programs take turns."""
 
 CALLS: Final = 4

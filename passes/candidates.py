@@ -10,9 +10,9 @@ from typing import Final, Literal
 from cost_model import Axis
 from cost_model.plain_chain import COLUMNS, LEAST_COLUMN, MOST_PIECES, cuts
 from passes import shims
+from passes.all_reduces import goes_by_all_reduces
 from passes.chains import AllGatherDot, Chain, DotPsum
 from passes.graph import Dataflow
-from passes.hops import SWAPPED_BYTES, swaps
 from passes.rules import Rule, rule
 from passes.schedule import RingSchedule, across, divisions
 
@@ -34,7 +34,8 @@ def candidates(
       flow: the dataflow graph.
       chain: the chain.
       axis: the collective's axis; None if the hardware is unknown.
-      thorough: all schedules, for a search that compiles them; else those of the chip's rule.
+      thorough: all schedules, for a search that compiles them; else those of the chip's rule, or, where
+        CPU devices overlap, the ways by all_reduces.
     """
     if chain.collective.kind == "all_to_all":
         return (EXCHANGE,)
@@ -43,6 +44,9 @@ def candidates(
     if axis is None:
         found = [RingSchedule(directions=directions, unroll=unroll) for directions in _directions(unit)]
         return tuple(found)
+    in_turn = _by_all_reduces(flow, chain, axis, unit)
+    if in_turn and axis.hardware.overlaps and not thorough:
+        return tuple(in_turn)
     known = rule(axis.hardware, chain)
     wire = _wire(flow, chain, axis)
     found = []
@@ -60,8 +64,9 @@ def candidates(
     fitting = [
         s for s in dict.fromkeys(found) if _in_flight(chain, s) <= most and _fits(flow, chain, s, unit)
     ]
-    if thorough and _may_swap(flow, chain):
-        fitting += [dataclasses.replace(s, hops="all_reduce") for s in fitting if s.pieces == 1]
+    if thorough and in_turn:
+        # Of the rings only the simplest could still be better there, and timing takes long.
+        fitting = [*fitting[:1], *in_turn]
     return tuple(fitting) or (RingSchedule(directions=1, unroll=unroll, wire=wire),)
 
 
@@ -70,12 +75,25 @@ def _adds_up(chain: Chain) -> bool:
     return isinstance(chain, AllGatherDot) and any(dot.dims.result_dim is None for dot in chain.dots)
 
 
-def _may_swap(flow: Dataflow, chain: Chain) -> bool:
-    """Whether hops may go by an ``all_reduce``, which can pay on CPU devices alone."""
-    value = chain.wire if isinstance(chain, AllGatherDot) else flow.ops[chain.collective.op].outputs[0]
-    aval = flow.avals[value]
-    wide = aval.dtype.itemsize == SWAPPED_BYTES
-    return shims.device_kind(aval) == "cpu" and wide and swaps(chain.collective)
+def _by_all_reduces(flow: Dataflow, chain: Chain, axis: Axis, unit: int) -> list[RingSchedule]:
+    """The ways to send pieces by all_reduces in turn, on CPU devices alone: see `passes.all_reduces`.
+
+    Of how many pieces follows from docs/network.md: with fewer the wire idles, more hold each other up.
+    """
+    kind = shims.device_kind(flow.avals[flow.ops[chain.collective.op].outputs[0]])
+    on_cpu = kind == "cpu" and kind in axis.hardware.device_kinds
+    if not on_cpu or not goes_by_all_reduces(flow, chain):
+        return []
+    base = RingSchedule(directions=1, route="all_reduce")
+    if isinstance(chain, DotPsum):
+        whole = unit * chain.collective.axis_size
+        return [dataclasses.replace(base, chains=n) for n in (4, 6) if n <= whole]
+    cut = across(flow, chain) if _adds_up(chain) else None
+    if cut is not None:
+        assert isinstance(chain, AllGatherDot)
+        unit = flow.avals[chain.wire].shape[cut.dim]
+    pieces = [n for n in (1, 3) if n <= unit]
+    return [dataclasses.replace(base, chains=n, across=cut is not None and n > 1) for n in pieces]
 
 
 def _wire(flow: Dataflow, chain: Chain, axis: Axis) -> Literal["float32", "operand"]:

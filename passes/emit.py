@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from passes.all_reduces import emit_all_reduces
 from passes.block_eval import Read
 from passes.chains import AllGatherDot, Chain, DotPsum
 from passes.gather_ring import emit_gather_ring
@@ -27,6 +28,8 @@ def emit_ring(flow: Dataflow, ring: Ring, read: Read, rings: Rings) -> dict[int,
     """Runs a chain as a ring and returns the values that the rest of the program needs, by number."""
     chain = ring.chain
     op = flow.ops[chain.collective.op]
+    if ring.schedule.route == "all_reduce":
+        return emit_all_reduces(flow, chain, ring.schedule, read, rings[0])
     if isinstance(chain, DotPsum):
         return emit_psum_rings(flow, chain, ring.schedule, read, rings)
     if isinstance(chain, AllGatherDot):

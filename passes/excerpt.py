@@ -96,7 +96,7 @@ def excerpt(flow: Dataflow, chain: Chain, network: Network) -> Excerpt[RingSched
 
     def ring(schedule: RingSchedule) -> Program:
         def run(env: dict[int, Any]) -> dict[int, Any]:
-            rings = PlacesOf().rings(chain.collective, schedule.orders, schedule.hops)
+            rings = PlacesOf().rings(chain.collective, schedule.orders)
             return emit_ring(flow, Ring(chain, schedule), lambda operand: _read(env, operand), rings)
 
         return program(run)

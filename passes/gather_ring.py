@@ -193,12 +193,12 @@ class _Ring:
         if self.schedule.joined and self.cut_across is None and len(pieces) > 1:
             joined = Joined(tuple(pieces))
             known = self._at_hand(lax.concatenate(at_hand, self.dim), joined)
-            return _take_in(self.flow, self.chain, known, joined, self.read, dict(results))
+            return take_in(self.flow, self.chain, known, joined, self.read, dict(results))
         results = dict(results)
         for number, (piece, shard) in enumerate(zip(pieces, at_hand, strict=True)):
             if self.cut_across is None:
                 known = self._at_hand(shard, piece)
-                results = _take_in(self.flow, self.chain, known, piece, self.read, results)
+                results = take_in(self.flow, self.chain, known, piece, self.read, results)
             else:
                 self._take_in_strip(number, piece, shard, self.cut_across, results)
         return results
@@ -302,7 +302,7 @@ def _cut(shard: Any, dim: int, part: Part) -> Any:
     return lax.slice_in_dim(shard, start, start + int(part.share * size), axis=dim)
 
 
-def _take_in(
+def take_in(
     flow: Dataflow,
     chain: AllGatherDot,
     at_hand: dict[int, Any],
@@ -310,6 +310,16 @@ def _take_in(
     read: Read,
     results: Results,
 ) -> Results:
+    """Runs everything that an arrived piece is for, and adds it to the results.
+
+    Args:
+      flow: the dataflow graph.
+      chain: the chain.
+      at_hand: values of which the piece is there, that which travels among them.
+      piece: which piece.
+      read: gives whole values.
+      results: what there is so far, by value; sums in the accumulator's dtype.
+    """
     summed = frozenset(dot.op for dot in chain.dots if dot.dims.result_dim is None)
     pieces = dict(at_hand)
     run_on_piece(flow, chain.after, pieces, piece, read)

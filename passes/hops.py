@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from typing import Any, Final, Literal
+from typing import Any, Final
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -17,14 +16,6 @@ from passes.collective import Collective
 
 Order = tuple[int, ...] | Walk
 """How a ring goes round: the places in the order in which it visits them, or a walk."""
-
-HopKind = Literal["permute", "all_reduce"]
-"""How a value gets to the next device: by a ``ppermute``; or, between two devices that need each other's, by
-an ``all_reduce`` of both values' bits, from which each takes off its own. Over a network gloo's permute sends
-one way after the other (docs/network.md), its all_reduce both ways at once, and as many bytes."""
-
-SWAPPED_BYTES: Final = 4
-"""Width of the elements that go by an ``all_reduce``."""
 
 WORD_BITS: Final = 32
 """Of the scalars that small numbers are packed into."""
@@ -39,9 +30,8 @@ class Places:
     axes share these.
     """
 
-    def __init__(self, collective: Collective, order: Order = (), hops: HopKind = "permute") -> None:
+    def __init__(self, collective: Collective, order: Order = ()) -> None:
         self._collective = collective
-        self._hops = hops
         self._walk = order if isinstance(order, Walk) else None
         self._order = order.order if isinstance(order, Walk) else order
         self._known: dict[int, Any] = {}
@@ -82,8 +72,6 @@ class Places:
         Along a walk: what is now the block of the device ``held`` places further along arrives where it is
         that of the one ``held + distance`` places along. Elsewhere ``held`` makes no difference.
         """
-        if self._hops == "all_reduce" and value.dtype.itemsize == SWAPPED_BYTES:
-            return _swapped(value, self._names)
         return lax.ppermute(value, self._names, self._pairs_of(distance, held))
 
     def start_hop(self, value: Any, distance: int, held: Any = 0) -> Any:
@@ -158,36 +146,15 @@ class PlacesOf:
     def __init__(self) -> None:
         self._places: dict[Any, Places] = {}
 
-    def __call__(self, collective: Collective, order: Order = (), hops: HopKind = "permute") -> Places:
-        key = (collective.axes, collective.groups, collective.axis_size, order, hops)
+    def __call__(self, collective: Collective, order: Order = ()) -> Places:
+        key = (collective.axes, collective.groups, collective.axis_size, order)
         if key not in self._places:
-            self._places[key] = Places(collective, order, hops)
+            self._places[key] = Places(collective, order)
         return self._places[key]
 
-    def rings(self, collective: Collective, orders: tuple[Order, ...], hops: HopKind) -> Rings:
+    def rings(self, collective: Collective, orders: tuple[Order, ...]) -> Rings:
         """The places along each order; in the collective's own if there is none."""
-        return tuple(self(collective, order, hops) for order in orders or ((),))
-
-
-def swaps(collective: Collective) -> bool:
-    """Whether a hop may go by an ``all_reduce``: each of two devices gets what the other has."""
-    sizes = [length for _, length in collective.mesh_sizes]
-    return collective.axis_size == 2 and collective.groups is None and int(np.prod(sizes)) == 2
-
-
-def _swapped(value: Any, names: tuple[str, ...]) -> Any:
-    """The other device's value, to the bit: sums of bits wrap around."""
-
-    @jax.custom_jvp
-    def swap(value: Any) -> Any:
-        bits = lax.bitcast_convert_type(value, np.uint32)
-        return lax.bitcast_convert_type(jnp.subtract(lax.psum(bits, names), bits), value.dtype)
-
-    @swap.defjvp
-    def _(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
-        return swap(*primals), lax.ppermute(*tangents, names, [(0, 1), (1, 0)])
-
-    return swap(value)
+        return tuple(self(collective, order) for order in orders or ((),))
 
 
 def _chosen(values: tuple[int, ...], index: Any) -> Any:

@@ -41,7 +41,8 @@ class Network:
         Args:
           collective: the collective.
           alone: whether it is the only one that may become a ring. Else the operands that are to be on chip
-            for the next ring are fetched while this one runs, and each has half of the room.
+            for the next ring are fetched while this one runs, and each has half of the room. On CPU devices
+            the chains of a program hold each other up (docs/network.md), so that nothing is sure to overlap.
         """
         if self.hardware is None:
             return None
@@ -54,8 +55,13 @@ class Network:
                 else Axis.of(topology, self.groups(collective))
             )
             if not alone:
-                halved = dataclasses.replace(self.hardware, on_chip_bytes=self.hardware.on_chip_bytes / 2)
-                axis = dataclasses.replace(axis, hardware=halved)
+                hardware = axis.hardware
+                shared = dataclasses.replace(
+                    hardware,
+                    on_chip_bytes=hardware.on_chip_bytes / 2,
+                    overlaps=hardware.overlaps and "cpu" not in hardware.device_kinds,
+                )
+                axis = dataclasses.replace(axis, hardware=shared)
             self._axes[key] = axis
         return self._axes[key]
 

@@ -10,8 +10,11 @@ from types import MappingProxyType
 from typing import Final
 
 from cost_model import Axis, Estimate, Matmul, RingWork, estimate, exchange_estimate
+from cost_model.in_turn import in_turn_estimate
+from cost_model.matmul import matmul_s
 from cost_model.pipeline import pipeline_estimate
 from cost_model.plain_chain import copied_whole
+from passes.all_reduces import shares
 from passes.block_eval import accumulator_dtype, cut_once
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
 from passes.dots import matmul
@@ -41,6 +44,8 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
         work_of_scatter = scatter_work(flow, chain.scatter, axis)
 
         def psum(schedule: RingSchedule) -> Estimate:
+            if schedule.route == "all_reduce":
+                return _in_turn(flow, chain, schedule, axis)
             if schedule.columns == 1:
                 return before(schedule) + gather
             return pipeline_estimate(work_of_scatter(schedule), total_bytes, axis, across=schedule.across)
@@ -63,10 +68,51 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
         added_s += axis.all_reduce_s(reduced.size * accumulator_dtype(reduced.dtype).itemsize)
 
     def ring(schedule: RingSchedule) -> Estimate:
-        priced = estimate(work_of(schedule), axis)
+        if schedule.route == "all_reduce":
+            priced = _in_turn(flow, chain, schedule, axis)
+        else:
+            priced = estimate(work_of(schedule), axis)
         return dataclasses.replace(priced, overlapped_s=priced.overlapped_s + added_s) if added_s else priced
 
     return ring
+
+
+def _in_turn(flow: Dataflow, chain: Chain, schedule: RingSchedule, axis: Axis) -> Estimate:
+    """The price of pieces that go by all_reduces."""
+    op, parts = flow.ops[chain.collective.op], shares(chain, schedule.chains)
+    moved = flow.avals[chain.wire] if isinstance(chain, AllGatherDot) else flow.aval(op.inputs[0])
+    moved_bytes, hardware = moved.size * moved.dtype.itemsize, axis.hardware
+    inner = chain.scatter if isinstance(chain, DotPsum) else chain
+    cut = across(flow, inner) if schedule.across else None
+
+    def dots_s(share: Fraction, second: Fraction | None = None) -> float:
+        strip = None if cut is None or second is None else (cut, second)
+        return sum(matmul_s(matmul, hardware) for matmul in _matmuls(flow, inner, share, strip))
+
+    whole_s = dots_s(Fraction(1))
+    if isinstance(chain, DotPsum):
+        return in_turn_estimate(
+            "psum",
+            dot_s=whole_s,
+            collective_s=axis.all_reduce_s(moved_bytes),
+            own_s=0.0,
+            pieces_s=[dots_s(part) for part in parts],
+            hops_s=[axis.all_reduce_s(moved_bytes * float(part)) for part in parts],
+            latency_s=len(parts) * axis.all_reduce_s(0.0),
+            hardware=hardware,
+        )
+    half = Fraction(1, axis.size)
+    gathers = isinstance(chain, AllGatherDot)
+    return in_turn_estimate(
+        "gather" if gathers else "scatter",
+        dot_s=whole_s,
+        collective_s=(axis.all_gather_s if gathers else axis.reduce_scatter_s)(moved_bytes),
+        own_s=dots_s(half),
+        pieces_s=[dots_s(half, part) if cut is not None else dots_s(half * part) for part in parts],
+        hops_s=[axis.permute_s(moved_bytes * float(half * part), 1) for part in parts],
+        latency_s=len(parts) * axis.permute_s(0.0, 1),
+        hardware=hardware,
+    )
 
 
 WorkOf = Callable[[RingSchedule], RingWork]

@@ -119,9 +119,7 @@ def _emit(flow: Dataflow, unit: Unit, read: Read, places: PlacesOf) -> dict[int,
         collective, results = unit.collective, emit_shard_reduction(flow, unit, read, places(unit.collective))
     else:
         collective = unit.chain.collective
-        results = emit_ring(
-            flow, unit, read, places.rings(collective, unit.schedule.orders, unit.schedule.hops)
-        )
+        results = emit_ring(flow, unit, read, places.rings(collective, unit.schedule.orders))
     for value, result in results.items():
         if jax.typeof(result) != flow.avals[value]:
             where = flow.ops[collective.op].source

@@ -79,9 +79,6 @@ class _Ring:
         self.sum_first = shims.on_tpu(self.operand_aval) and len(self.divided) > 1
         self.cut = cut_once(flow, chain.body)
         self.read = read
-        # Over a ppermute nothing is gained so: XLA:CPU lets what becomes ready along with it wait for it.
-        self.orders_by_data = schedule.hops == "all_reduce"
-        self.last_sent: Any = None
         self.in_flight: list[int] = []
         self.wholes: dict[int, Any] = {}
 
@@ -127,7 +124,7 @@ class _Ring:
           Per piece the sum: on its way, or, in the last step, not sent yet.
         """
         sent = list(sent)
-        self.in_flight, self.last_sent = [], None
+        self.in_flight = []
         self.wholes = {operand: self.read(operand) for operand in self.cut}
         for number, part in enumerate(self.divided):
             if isinstance(sent[number], _Unsent):
@@ -136,7 +133,7 @@ class _Ring:
         for step in steps:
             for number, part in enumerate(self.divided):
                 self._await_in_turn(sent, number)
-                piece = Piece(self.rings[part.ring], self._distance(part, step), part, self._later(part))
+                piece = Piece(self.rings[part.ring], self._distance(part, step), part)
                 sent[number] = self._narrow(self._add(sent, number, piece), step)
                 if step is steps[-1] and self._waits(number, step):
                     sent[number] = _Unsent(sent[number])
@@ -144,13 +141,6 @@ class _Ring:
                     sent[number] = self._send(sent[number], part, piece.distance)
                     self.in_flight = [number] if self.explicit else []
         return sent
-
-    def _later(self, part: Part) -> Any:
-        """What keeps a product behind the start of the last hop, which it is to hide."""
-        if self.last_sent is None:
-            return None
-        with self.scope():
-            return self.rings[part.ring].nothing_of(self.last_sent)
 
     def _await_in_turn(self, sent: list[Any], number: int) -> None:
         """Ties a sum that is awaited next to the last one before it, where that is not sent on.
@@ -248,7 +238,6 @@ class _Ring:
         return blocks_of(self.wholes, self.cut, piece, apart=self.schedule.cut == "apart")
 
     def _send(self, total: Any, part: Part, held: Any = 0) -> Any:
-        self.last_sent = total if self.orders_by_data else None
         with self.scope():
             places = self.rings[part.ring]
             hop = places.start_hop if self.explicit else places.hop

@@ -14,7 +14,7 @@ from cost_model.ring import Cut
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum
 from passes.dots import DotDims, dot_dims
 from passes.graph import Dataflow
-from passes.hops import HopKind, Order
+from passes.hops import Order
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,8 @@ class RingSchedule:
       directions: 1, whole shards travel one way round; 2, half-shards travel both ways at once, which uses
         both directions of every link and halves the time of a hop.
       route: ``ring``, every shard passes every device; ``exchange``, each block goes straight to where it
-        belongs.
+        belongs; ``all_reduce``, pieces go one after the other by all_reduces: those of a psum, or, between
+        two devices, both blocks' bits, from which each takes off its own.
       chains: pieces per direction that each block is cut into. The hops of one piece run beside the partial
         dots of the others: a scatter ring needs two to hide a hop, as it must add to a sum before it sends
         it on.
@@ -47,11 +48,10 @@ class RingSchedule:
       orders: per ring the places in the order in which it visits them, or a walk, each ring with its share
         of every block; empty for one ring in the order of the places. Walks go one way, and are not rolled:
         each of their hops has pairs of its own.
-      hops: how a value gets to the next device; see ``HopKind``.
     """
 
     directions: Literal[1, 2]
-    route: Literal["ring", "exchange"] = "ring"
+    route: Literal["ring", "exchange", "all_reduce"] = "ring"
     chains: int = 1
     columns: int = 1
     across: bool = False
@@ -60,7 +60,6 @@ class RingSchedule:
     wire: Literal["float32", "operand"] = "float32"
     unroll: int = 0
     orders: tuple[Order, ...] = ()
-    hops: HopKind = "permute"
 
     def __post_init__(self) -> None:
         if self.walks and (self.directions > 1 or self.unroll or self.route != "ring"):
@@ -84,6 +83,9 @@ class RingSchedule:
     def __str__(self) -> str:
         if self.route == "exchange":
             return "exchange"
+        if self.route == "all_reduce":
+            pieces = "1 all_reduce" if self.chains == 1 else f"{self.chains} all_reduces in turn"
+            return f"{pieces}, cut across" if self.across else pieces
         words = ["unidirectional" if self.directions == 1 else "bidirectional"]
         words += cut_in_words(self.chains, self.columns, across=self.across, joined=self.joined, cut=self.cut)
         if self.wire == "operand":
@@ -94,8 +96,6 @@ class RingSchedule:
             words.append(f"{self.rings} walks")
         elif self.orders:
             words.append("reordered" if self.rings == 1 else f"{self.rings} rings")
-        if self.hops == "all_reduce":
-            words.append("hops by all_reduce")
         return ", ".join(words)
 
 

@@ -127,7 +127,7 @@ class TestDecision:
         (site,) = function.explain(x, w.T).sites
         assert site.reason == "tried_faster"
         assert (hops(function, x, w.T) == 0) == (devices == 2)
-        assert ("hops by all_reduce" in site.schedule) == (devices == 2)
+        assert ("all_reduce" in site.schedule) == (devices == 2)
         check(function(x, w.T), x.astype(np.float64) @ w.T)
 
     def test_programs_are_run_and_timed(self) -> None:

@@ -154,3 +154,16 @@ def test_groups_of_an_axis_have_orders_of_their_own() -> None:
     assert whole.step_s(9e7, 2) == pytest.approx(0.5e-3)
     # Half of a ring is a line: its last device reaches the first over the others' links.
     assert halves.step_s(9e7, 2) > whole.step_s(9e7, 2)
+
+
+@pytest.mark.parametrize(("name", "overlaps"), [("tpu_v5p", True), ("cpu", False)])
+def test_beside_others_a_chain_has_half_the_room_and_on_cpu_counts_on_no_overlap(
+    name: str, overlaps: bool
+) -> None:
+    hardware = dataclasses.replace(by_name(name), overlaps=True)
+    network = Network(hardware, virtual(x=4))
+    alone, beside = (network.axis(collective("x", size=4), alone=alone) for alone in (True, False))
+    assert alone is not None and beside is not None
+    assert alone.hardware == hardware
+    assert beside.hardware.on_chip_bytes == hardware.on_chip_bytes / 2
+    assert beside.hardware.overlaps is overlaps

@@ -18,9 +18,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from cost_model.walk import gray_walks
-from passes import hops as hops_module
 from passes import shims
-from passes.collective import Collective
 from passes.schedule import RingSchedule, parts
 from tests.passes import spmd
 from tests.passes.hop_count import hops
@@ -84,46 +82,6 @@ def test_all_choices_meet_in_pairs() -> None:
     for a, b in itertools.combinations(GATHERS, 2):
         met = {(choice[a], choice[b]) for choice in chosen}
         assert met == set(itertools.product(GATHERS[a], GATHERS[b]))
-
-
-# Hops by all_reduce.
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("name", PATTERNS)
-def test_a_hop_by_all_reduce_gives_the_same_bits(name: str, check_vma: bool) -> None:
-    pattern = PATTERNS[name]
-    given_arguments = tuple(np.array(each) for each in arguments(pattern.shapes(2, 8), 2, "float32"))
-    given_arguments[0].ravel()[:4] = np.nan, np.inf, -0.0, 1e-40
-    function = jitted(pattern.body, len(given_arguments), 2, check_vma=check_vma)
-    permuted = RingSchedule(directions=1, wire="float32")
-    results, sent = [], []
-    for schedule in (permuted, dataclasses.replace(permuted, hops="all_reduce")):
-        with spmd.only_schedule(schedule):
-            ring = as_ring(function)
-            (site,) = ring.explain(*given_arguments).sites
-            assert site.rewritten and site.schedule == str(schedule)
-            results.append(ring(*given_arguments))
-            sent.append(hops(jax.make_jaxpr(ring)(*given_arguments)))
-    assert sent[0] > 0 == sent[1]
-    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
-        assert np.asarray(one).tobytes() == np.asarray(other).tobytes()
-
-
-def test_a_hop_by_all_reduce_has_the_derivative_of_a_hop() -> None:
-    places = hops_module.Places(
-        Collective(0, "all_gather", ("x",), 2, (("x", 2),), None, 0, True), hops="all_reduce"
-    )
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
-    spec = PartitionSpec("x")
-
-    def loss(x: Any) -> Any:
-        hop: Any = jax.shard_map(lambda v: places.hop(v, 1), mesh=mesh, in_specs=spec, out_specs=spec)
-        return jnp.sum(hop(x) * jnp.arange(4.0))
-
-    gradient = jax.grad(loss)
-    np.testing.assert_array_equal(gradient(jnp.zeros(4)), [2, 3, 0, 1])
-    np.testing.assert_array_equal(jax.jvp(loss, (jnp.zeros(4),), (jnp.ones(4),))[1], 6)
 
 
 # Precision.

@@ -1,0 +1,198 @@
+"""Pieces that go by all_reduces in turn: values, bits, derivatives, and how a block is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from fractions import Fraction
+from typing import Any
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from jax.sharding import AxisType, PartitionSpec
+
+from cost_model import Axis, by_name
+from passes import all_reduces
+from passes.all_reduces import pieces_of, shares
+from passes.candidates import candidates
+from passes.chains import AllGatherDot, DotPsum, DotReduceScatter
+from passes.schedule import RingSchedule
+from tests.passes import bodies, spmd
+from tests.passes.hop_count import hops
+from tests.passes.ring_patterns import PATTERNS, arguments, as_ring, assert_close, exact, jitted
+
+BLOCK = 9
+MOST = {"gather": 3, "scatter": 3, "psum": 6}
+SUMS = ("gather_contracting", "gather_untiled")
+
+
+def in_turn(pieces: int, *, across: bool = False) -> RingSchedule:
+    return RingSchedule(directions=1, route="all_reduce", chains=pieces, across=across)
+
+
+def cases() -> Iterator[Any]:
+    for name, pattern in PATTERNS.items():
+        kind = name.split("_")[0]
+        if name == "psum_then_dot":
+            continue
+        for pieces in range(1, MOST[kind] + 1):
+            for axis_size in (2, 4) if kind == "psum" else (2,):
+                for across in (False, True) if name in SUMS and pieces > 1 else (False,):
+                    if pieces > 1 and not (pattern.tiled or across):
+                        continue
+                    label = f"{name}-{pieces}-{axis_size}{'-across' * across}"
+                    yield pytest.param(name, axis_size, in_turn(pieces, across=across), id=label)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+@pytest.mark.parametrize(("name", "axis_size", "schedule"), list(cases()))
+def test_values(name: str, axis_size: int, schedule: RingSchedule, dtype: str, check_vma: bool) -> None:
+    pattern = PATTERNS[name]
+    given_arguments = arguments(pattern.shapes(axis_size, BLOCK), axis_size, dtype)
+    function = jitted(pattern.body, len(given_arguments), axis_size, check_vma=check_vma)
+    with spmd.only_schedule(schedule):
+        ring = as_ring(function)
+        (site,) = ring.explain(*given_arguments).sites
+        results = ring(*given_arguments)
+        jaxpr = jax.make_jaxpr(ring)(*given_arguments)
+    assert site.rewritten and site.schedule == str(schedule)
+    kept = ("ppermute", "all_gather", "all_gather_invariant", "reduce_scatter")
+    assert not any(hops(jaxpr, primitive) for primitive in kept)
+    assert sum(hops(jaxpr, primitive) for primitive in ("psum", "psum_invariant")) == schedule.chains
+    assert_close(results, exact(pattern, given_arguments), dtype)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("name", "axis_size", "schedule"),
+    [
+        ("gather_free", 2, in_turn(3)),
+        ("gather_contracting", 2, in_turn(3, across=True)),
+        ("scatter", 2, in_turn(3)),
+        ("psum", 4, in_turn(4)),
+    ],
+)
+def test_gradients_and_vmap(name: str, axis_size: int, schedule: RingSchedule, check_vma: bool) -> None:
+    """Against those of the program as written, in float64."""
+    pattern = PATTERNS[name]
+    x, w = arguments(pattern.shapes(axis_size, BLOCK), axis_size, "float32")
+    (result,) = exact(pattern, (x, w))
+    weights = np.random.default_rng(5).normal(size=result.shape).astype(np.float32)
+    function = jitted(pattern.body, 2, axis_size, check_vma=check_vma)
+
+    def loss(run: Any) -> Any:
+        return lambda x, w: (weights * run(x, w)).sum()
+
+    with jax.enable_x64(True):
+        expected = jax.grad(loss(function), (0, 1))(*(jnp.asarray(each, "float64") for each in (x, w)))
+        expected = [np.asarray(each) for each in expected]
+    with spmd.only_schedule(schedule):
+        ring = as_ring(function)
+        results = jax.jit(jax.grad(loss(ring), (0, 1)))(x, w)
+        mapped = jax.vmap(ring)(np.stack([x, 2 * x]), np.stack([w, w]))
+    assert_close(results, expected, "float32", 4)
+    assert_close(mapped, [np.stack([result, 2 * result])], "float32")
+
+
+def per_device(f: Any, devices: int = 2) -> Any:
+    mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    spec: Any = PartitionSpec("x")
+    return jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)
+
+
+def test_a_value_arrives_to_the_bit() -> None:
+    bits = np.array([0x7FC00001, 0xFF800000, 0x80000000, 0x00000001, 0xFFFFFFFF, 0x3F800000], np.uint32)
+    value = bits.view(np.float32)
+    swap: Any = per_device(lambda v: all_reduces._swapped(v, ("x",)))
+    np.testing.assert_array_equal(np.asarray(jax.jit(swap)(value)).view(np.uint32), np.roll(bits, 3))
+    wait: Any = jax.jit(lambda v, zero: all_reduces._behind(v, zero))
+    np.testing.assert_array_equal(np.asarray(wait(value, jnp.int32(0))).view(np.uint32), bits)
+
+
+def test_the_derivative_of_what_is_sent() -> None:
+    def loss(x: Any) -> Any:
+        sent: Any = per_device(lambda v: all_reduces._swapped(all_reduces._behind(v, jnp.int32(0)), ("x",)))
+        return jnp.sum(sent(x) * jnp.arange(4.0))
+
+    np.testing.assert_array_equal(jax.grad(loss)(jnp.zeros(4)), [2, 3, 0, 1])
+    np.testing.assert_array_equal(jax.jvp(loss, (jnp.zeros(4),), (jnp.ones(4),))[1], 6)
+
+
+def test_an_all_reduce_waits_for_the_one_before() -> None:
+    """By data: XLA:CPU has no other order, and makes one of those that do not wait for each other."""
+    pattern = PATTERNS["gather_free"]
+    x, w = arguments(pattern.shapes(2, 64), 2, "float32")
+    with spmd.only_schedule(in_turn(3)):
+        text = as_ring(jitted(pattern.body, 2, 2)).lower(x, w).compile().as_text()
+    assert text.count(" all-reduce(") == 3
+
+
+def chain_of(name: str, axis_size: int, dtype: str) -> Any:
+    avals = [jax.ShapeDtypeStruct(shape, dtype) for shape in PATTERNS[name].shapes(axis_size, BLOCK)]
+    flow, (match,) = bodies.matched(PATTERNS[name].body, *avals, axis_size=axis_size)
+    assert isinstance(match.found, tuple)
+    return flow, match.found[0]
+
+
+@given(
+    name=st.sampled_from(["gather_free", "scatter", "psum"]),
+    pieces=st.integers(1, 6),
+    unit=st.integers(1, 1000),
+)
+def test_pieces_are_the_block(name: str, pieces: int, unit: int) -> None:
+    kinds = {"gather_free": AllGatherDot, "scatter": DotReduceScatter, "psum": DotPsum}
+    chain: Any = object.__new__(kinds[name])
+    if pieces > unit:
+        with pytest.raises(ValueError, match="cannot be cut"):
+            pieces_of(chain, in_turn(pieces), unit)
+        return
+    found = pieces_of(chain, in_turn(pieces), unit)
+    assert len(found) == pieces and found[0].start == 0
+    assert sum(part.share for part in found) == 1
+    for part, after in itertools.pairwise(found):
+        assert part.start + part.share == after.start
+    assert all(part.share > 0 and (part.share * unit).denominator == 1 for part in found)
+
+
+def test_what_hides_a_piece_is_twice_as_large() -> None:
+    kinds: tuple[Any, ...] = (AllGatherDot, DotReduceScatter, DotPsum)
+    gather, scatter, psum = map(object.__new__, kinds)
+    assert shares(gather, 3) == (Fraction(4, 7), Fraction(2, 7), Fraction(1, 7))
+    assert shares(scatter, 3) == (Fraction(1, 7), Fraction(2, 7), Fraction(4, 7))
+    assert shares(psum, 4) == (Fraction(1, 6), Fraction(1, 3), Fraction(1, 3), Fraction(1, 6))
+
+
+BY_ROWS = {"1 all_reduce", "3 all_reduces in turn"}
+BY_STRIPS = {"1 all_reduce", "3 all_reduces in turn, cut across"}
+
+
+@pytest.mark.parametrize(
+    ("name", "axis_size", "dtype", "hardware", "proposed"),
+    [
+        ("gather_free", 2, "float32", "cpu", BY_ROWS),
+        ("gather_contracting", 2, "float32", "cpu", BY_STRIPS),
+        ("gather_untiled", 2, "float32", "cpu", BY_STRIPS),
+        ("scatter", 2, "int32", "cpu", BY_ROWS),
+        ("scatter_untiled", 2, "float32", "cpu", {"1 all_reduce"}),
+        ("psum", 4, "float32", "cpu", {"4 all_reduces in turn", "6 all_reduces in turn"}),
+        ("psum", 4, "float32", "tpu_v5p", set()),
+        ("psum", 4, "bfloat16", "cpu", set()),
+        ("gather_free", 4, "float32", "cpu", set()),
+        ("gather_free", 2, "bfloat16", "cpu", set()),
+    ],
+)
+def test_where_it_is_tried(name: str, axis_size: int, dtype: str, hardware: str, proposed: set[str]) -> None:
+    flow, chain = chain_of(name, axis_size, dtype)
+    axis = Axis(by_name(hardware), axis_size)
+    thorough = {str(s) for s in candidates(flow, chain, axis, thorough=True) if s.route == "all_reduce"}
+    assert thorough == proposed
+    assert all(s.route != "all_reduce" for s in candidates(flow, chain, axis))
+    if proposed:
+        overlapping = Axis(dataclasses.replace(axis.hardware, overlaps=True), axis_size)
+        assert {str(s) for s in candidates(flow, chain, overlapping)} == proposed
