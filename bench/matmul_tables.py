@@ -51,6 +51,9 @@ NUMBERS: Final[dict[Set, int]] = {"table": 48, "unseen": 54}
 
 UNITS: Final = ("int8", "bfloat16", "float32")
 WIDTHS: Final = ("1", "2", "4")
+ON_V4: Final = ("near_elements_per_s", "ragged_elements_per_s", "converted_elements_per_s")
+"""Rates that count on v4 alone, the one chip with CMEM."""
+
 PLACES: Final = ("all in main memory", "weight on chip", "more on chip")
 
 
@@ -156,7 +159,7 @@ def fit(samples: Sequence[Sample], hardware: Hardware) -> MatmulTable:
         "narrow_reading": 0.9,
         "result_bytes_per_s 2": 0.3 * hbm,
         "result_bytes_per_s 4": 0.8 * hbm,
-        **({"near_elements_per_s": hbm, "ragged_elements_per_s": hbm} if has_cmem else {}),
+        **(dict.fromkeys(ON_V4, hbm) if has_cmem else {}),
     }
     names = list(start)
     origin = np.log(list(start.values()))
@@ -176,7 +179,7 @@ def fit(samples: Sequence[Sample], hardware: Hardware) -> MatmulTable:
                 "4": value.pop("result_bytes_per_s 4"),
             },
         }
-        values = {"near_elements_per_s": 0.0, "ragged_elements_per_s": 0.0, **value}
+        values = {**dict.fromkeys(ON_V4, 0.0), **value}
         return MatmulTable(lanes=lanes, narrow_launch_s=narrow_launch_s, **groups, **values)
 
     def errors(guess: MatmulTable) -> list[float]:
@@ -192,7 +195,26 @@ def fit(samples: Sequence[Sample], hardware: Hardware) -> MatmulTable:
     best = robust(residuals, origin).x
     # Last, so that it does not bend what other dtypes tell.
     (launch_us,) = robust(lambda us: errors(table(best, us[0] * 1e-6)), [0.1], bounds=(0, 10)).x
-    return table(best, launch_us * 1e-6)
+    if not has_cmem:
+        return table(best, launch_us * 1e-6)
+    # The unit takes no operands of one byte there and computes in bfloat16: what is left that concerns them
+    # alone is fitted together.
+    begin = best.copy()
+    for rate in ("flops_per_s", "least_rows"):
+        begin[names.index(f"{rate} int8")] = best[names.index(f"{rate} bfloat16")]
+    narrow = [names.index(name) for name in ("narrow_reading", "converted_elements_per_s")]
+
+    def moved(point: Any) -> Any:
+        all_rates = begin.copy()
+        all_rates[narrow] = point[:-1]
+        return all_rates
+
+    def of_narrow(point: Any) -> Any:
+        misses = errors(table(moved(point), math.exp(point[-1])))
+        return np.concatenate([misses, trust[narrow] * (point[:-1] - begin[narrow])])
+
+    found = robust(of_narrow, [*begin[narrow], math.log(launch_us * 1e-6 + 1e-8)]).x
+    return table(moved(found), math.exp(found[-1]))
 
 
 def write_table(chip: str, table: MatmulTable, samples: Sequence[Sample]) -> None:

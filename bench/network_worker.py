@@ -31,6 +31,7 @@ from bench.network_cases import AXIS, CASES, Sizes, jitted
 from cost_model import Hardware
 from overlap import overlap_collectives
 from overlap.calibration import CPU_QUICK, calibrate
+from overlap.meeting import meeting
 
 TOLD: Final = "TOLD "
 
@@ -47,14 +48,8 @@ class Worker:
 
     def __init__(self, devices: int) -> None:
         self.mesh = jax.make_mesh((devices,), (AXIS,), axis_types=(AxisType.Auto,))
-        everyone = jax.shard_map(lambda x: lax.psum(x, AXIS), mesh=self.mesh, in_specs=P(AXIS), out_specs=P())
-        self._meet: Any = jax.jit(everyone)
-        self._token = self.value((devices,), P(AXIS), 0)
+        self.meet = meeting(self.mesh)
         self.meet()
-
-    def meet(self) -> None:
-        """Waits until all processes are here."""
-        jax.block_until_ready(self._meet(self._token))
 
     def value(self, shape: tuple[int, ...], spec: Any, seed: int) -> Any:
         """An array of values of both signs; the same as a whole, however it is sharded."""

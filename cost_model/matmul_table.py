@@ -82,6 +82,8 @@ class MatmulTable:
         where they are in CMEM.
       ragged_elements_per_s: masking a right operand of two bytes or more, if K is no multiple of the lanes
         and more than `UNCUT`; 0 where that never counts. It does on v4.
+      converted_elements_per_s: making bfloat16 of a right operand of one byte, where the matrix unit does not
+        take those; 0 where it does. It does not on v4.
 
     Raises:
       ValueError: a rate is missing, negative or not finite, or zero where it divides.
@@ -107,6 +109,7 @@ class MatmulTable:
     narrow_reading: float
     near_elements_per_s: float
     ragged_elements_per_s: float
+    converted_elements_per_s: float
 
     def __post_init__(self) -> None:
         may_be_zero = {
@@ -119,6 +122,7 @@ class MatmulTable:
             "second_stream",
             "near_elements_per_s",
             "ragged_elements_per_s",
+            "converted_elements_per_s",
             "least_rows",
         }
         for field in dataclasses.fields(self):
@@ -176,6 +180,8 @@ class MatmulTable:
         compute_s = 2 * batch * deep * max(area, self.least_rows[unit] * wide) / self.flops_per_s[unit]
         if self.ragged_elements_per_s and unit != "int8" and k > UNCUT and k % lanes:
             compute_s += batch * k * wide / self.ragged_elements_per_s
+        if self.converted_elements_per_s and unit == "int8":
+            compute_s += batch * k * wide / self.converted_elements_per_s
 
         lhs_bytes = batch * m * k * lhs_width
         rhs_bytes = batch * k * n * rhs_width
@@ -234,6 +240,7 @@ class MatmulTable:
                 "rhs_bytes_per_s",
                 "near_elements_per_s",
                 "ragged_elements_per_s",
+                "converted_elements_per_s",
             )
         }
         for name in ("flops_per_s", "result_bytes_per_s"):

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Final
 
 from cost_model.axis import Axis
-from cost_model.ring import Estimate, RingWork, estimate
+from cost_model.ring import SHARDS_HELD, Estimate, RingWork, estimate
 
 PLACING: Final = {False: 3.0, True: 1.5}
 """Times as long as reading and writing it once takes what the compiler makes of placing a sum's shards: those
@@ -60,6 +60,19 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
         overlapped_s=first.overlapped_s
         + (chunks - 1) * middle_s
         + last_gather_s(work, gathered_bytes, axis, across=across),
+        added_bytes=_buffers_bytes(work, axis, across=across) - gathered_bytes,
+    )
+
+
+def _buffers_bytes(work: RingWork, axis: Axis, *, across: bool) -> float:
+    """Bytes beside operands and result: shards of two chunks, and blocks that all chunks have in common."""
+    shards_bytes = 2 * min(axis.size - 1, SHARDS_HELD) * work.shard_bytes / work.columns
+    if work.cut == "dot" or not across:
+        return shards_bytes
+    blocks = axis.size * work.pieces
+    return shards_bytes + sum(
+        whole.lhs_bytes if round(whole.m / piece.m) == blocks else whole.rhs_bytes
+        for piece, whole in work.pairs
     )
 
 

@@ -236,17 +236,27 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
         hops_s=work.columns * hops * wire_s,
         hop_latency_s=work.columns * hops * latency_s,
         overlapped_s=waited_s + work.columns * (first_s + hops * step_s),
-        added_bytes=_buffers_bytes(work, hops) - axis.size * work.collective_shard_bytes,
+        added_bytes=_buffers_bytes(work, axis.size) - axis.size * work.collective_shard_bytes,
     )
 
 
-def _buffers_bytes(work: RingWork, hops: int) -> float:
-    """Bytes that the rings need: shards that come and go, and a gather's sums until they are the result."""
-    sums_bytes = 0.0
+def _buffers_bytes(work: RingWork, axis_size: int) -> float:
+    """Bytes that the rings need beside operands and results.
+
+    Shards that come and go; a gather's sums until they are the result, those of a column while those of the
+    next one grow; and blocks that are cut out of an operand before their dots: one of each of the axis's
+    devices where all columns need them, else that of the next step beside that of this one.
+    """
+    sums_bytes = cut_bytes = 0.0
     for piece, whole in work.pairs:
         if work.collective == "all_gather" and piece.k < whole.k:
             sums_bytes += whole.batch * whole.m * whole.n * dtype_bytes(work.accumulator)
-    return (min(hops, SHARDS_HELD) * work.shard_bytes + sums_bytes) / work.columns
+        if work.cut != "dot":
+            cut_bytes += work.dots * _side_bytes(piece, _cut_side(work, piece, whole))
+    in_columns = work.columns > 1
+    shards_bytes = min(axis_size - 1, SHARDS_HELD) * work.shard_bytes
+    blocks = axis_size if in_columns else 2
+    return (shards_bytes + (2 if in_columns else 1) * sums_bytes) / work.columns + blocks * cut_bytes
 
 
 def _copies_s(work: RingWork, hardware: Hardware, *, cut_out: bool) -> float:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from overlap.compiled_memory import temporary_bytes
+from overlap.meeting import meeting
 from overlap.schedule_cache import record, times_of
 from overlap.speedup import speedup
 from overlap.trial_target import Target
@@ -95,7 +96,8 @@ def measured_times(
         logger.debug("the chain as written cannot be run: %s", one_line(runs[0]))
         return None
     runnable = [run if not isinstance(run, Exception) else None for run in runs]
-    seconds = race(runnable, values, _calls(target), _meeting(target))
+    meet = meeting(target.mesh) if len(target.processes) > 1 else lambda: None
+    seconds = race(runnable, values, _calls(target), meet)
     found: list[Timed | Failed] = [
         failed(choice, run, lasting=False)
         if isinstance(run, Exception)
@@ -149,25 +151,6 @@ def _at_worst_s(original: Sequence[float], ring: Sequence[float]) -> float:
     if found is None:
         return 0.0
     return statistics.median(original) / (found.ratio if found.low is None else found.low)
-
-
-def _meeting(target: Target) -> Callable[[], object]:
-    """What waits until all processes have come to the same place.
-
-    They leave a trial's last sample at different times. One that is late would count as slow communication.
-    """
-    if len(target.processes) == 1:
-        return lambda: None
-    names = target.mesh.axis_names
-    one = jax.ShapeDtypeStruct(
-        (target.mesh.size,), jnp.float32, sharding=jax.NamedSharding(target.mesh, jax.P(names))
-    )
-    total = jax.shard_map(
-        lambda x: jax.lax.psum(x, names), mesh=target.mesh, in_specs=jax.P(names), out_specs=jax.P()
-    )
-    meet = jax.jit(total).lower(one).compile()
-    token = some(one, 0)
-    return lambda: jax.block_until_ready(meet(token))
 
 
 def _memory(compiled: Any, target: Target) -> int | None:

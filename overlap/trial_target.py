@@ -141,7 +141,7 @@ def emission() -> str:
     digest = hashlib.sha256()
     packages = [Path(package.__file__ or "").parent for package in (cost_model, passes)]
     folders = [*packages, Path(__file__).parent / "hlo"]
-    names = ("verify.py", "autotune.py", "speedup.py", "compiled_memory.py")
+    names = ("verify.py", "autotune.py", "speedup.py", "compiled_memory.py", "meeting.py")
     own = [Path(__file__).with_name(name) for name in names]
     for path in [*(path for folder in folders for path in sorted(folder.glob("*.py"))), *own]:
         digest.update(f"{path.parent.name}/{path.name}\n".encode())
