@@ -109,13 +109,14 @@ def outcome(site: Mapping[str, Any]) -> str:
 
 def to_dict(row: Row) -> dict[str, Any]:
     """The row and what follows from it, as JSON values."""
+    gains = {variant: row.speedup(variant) for variant in row.times_s}
     raced = {
         variant: {
             **dataclasses.asdict(quartiles),
             "efficiency": row.efficiency(variant),
             "predicted_s": row.predicted_s.get(variant),
             "prediction_error": row.error(variant),
-            "speedup": dataclasses.asdict(row.speedup(variant)) | {"verdict": row.speedup(variant).verdict},
+            "speedup": dataclasses.asdict(gains[variant]) | {"verdict": gains[variant].verdict},
         }
         for variant, times in row.times_s.items()
         if (quartiles := spread(times)) is not None

@@ -75,3 +75,18 @@ def test_rows_are_cut_into_chunks_by_their_number_and_columns_by_their_width() -
     assert {form.columns for form in forms(chain_of("dot_psum", 96, 512, 1024, cut="n"), RING)} == {1}
     (work,) = works(chain_of("dot_psum", 96, 512, 1024), Form(columns=2), RING)
     assert work.piece[0].m == 96 * Fraction(1, 32) and work.piece[0].n == 1024
+
+
+def test_blocks_that_all_chunks_have_in_common_are_held() -> None:
+    chain, form = chunks(4)
+    by_dot, early = (
+        price(chain, dataclasses.replace(form, cut=cut), RING).added_bytes for cut in ("dot", "early")
+    )
+    assert early - by_dot == 8192 * 2048 * 2
+    # Of two chunks' shards so many, in place of the whole product.
+    assert by_dot == pytest.approx(2 * 4.5 * V_BYTES / 16 / 4 - V_BYTES)
+    by_dot, early = (
+        price(chain, dataclasses.replace(form, across=False, cut=cut), RING).added_bytes
+        for cut in ("dot", "early")
+    )
+    assert early == by_dot
