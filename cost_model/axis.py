@@ -26,8 +26,6 @@ class Axis:
       groups: the devices of each line of the mesh along the axis, by their number in the topology.
       orders: the best rings along the axis, which share no link.
       walks: rings that follow no order and together are faster than those; none on most axes.
-      alone: whether no other chain of the program may be a ring. Else what one holds may be held beside what
-        others need.
     """
 
     hardware: Hardware
@@ -36,7 +34,6 @@ class Axis:
     groups: tuple[tuple[int, ...], ...] = ()
     orders: tuple[RingOrder, ...] = ()
     walks: tuple[Walk, ...] = ()
-    alone: bool = True
 
     @classmethod
     def of(cls, topology: Topology, groups: tuple[tuple[int, ...], ...]) -> Axis:

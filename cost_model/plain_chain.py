@@ -339,14 +339,12 @@ def best(chain: PlainChain, axis: Axis, among: tuple[Form, ...] | None = None) -
 def cuts(axis: Axis, *, gathers: bool, sums: bool) -> tuple[Cut, ...]:
     """The ways worth trying to cut blocks out of an operand: a TPU's compiler keeps some copies on chip.
 
-    Beside other chains they are not: what is copied beforehand is held while others need the memory.
-
     Args:
       axis: the devices.
       gathers: whether the ring gathers; else it scatters.
       sums: whether dots of a gather add up. Where they do not, no operand is cut.
     """
-    if axis.hardware.network != "torus" or not axis.alone or (gathers and not sums):
+    if axis.hardware.network != "torus" or (gathers and not sums):
         return ("dot",)
     return ("dot", "apart") if gathers else ("dot", "early")
 

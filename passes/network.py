@@ -61,7 +61,7 @@ class Network:
                     on_chip_bytes=hardware.on_chip_bytes / 2,
                     overlaps=hardware.overlaps and "cpu" not in hardware.device_kinds,
                 )
-                axis = dataclasses.replace(axis, hardware=shared, alone=False)
+                axis = dataclasses.replace(axis, hardware=shared)
             self._axes[key] = axis
         return self._axes[key]
 
