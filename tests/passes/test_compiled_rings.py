@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +11,8 @@ import pytest
 from overlap import tpu_target
 from overlap.hlo import Computation, Module, parse, trip_count
 from passes import shims
+from tests.passes.tpu_process import told_by
 
-ROOT = Path(__file__).resolve().parents[2]
 AXIS_SIZE = 8
 
 needs_libtpu = pytest.mark.skipif(tpu_target.missing() is not None, reason=str(tpu_target.missing()))
@@ -86,16 +82,7 @@ print(json.dumps(texts))
 @cache
 def compiled() -> dict[str, Module]:
     """Every form's scheduled module, compiled in a process of its own that only sees CPUs."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(FORMS)],
-        env={**os.environ, **tpu_target.ENVIRONMENT, "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    return {name: parse(text) for name, text in json.loads(done.stdout.splitlines()[-1]).items()}
+    return {name: parse(text) for name, text in told_by(SCRIPT, json.dumps(FORMS)).items()}
 
 
 def runs(module: Module) -> dict[str, int]:

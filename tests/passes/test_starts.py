@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from overlap import tpu_target
 from overlap.hlo import parse
 from passes import shims
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.passes.tpu_process import told_by
 
 SCRIPT = """
 import json
@@ -43,16 +36,7 @@ print(json.dumps(lowered.compile().as_text()))
 @pytest.mark.skipif(tpu_target.missing() is not None, reason=str(tpu_target.missing()))
 def test_one_shard_sent_along_two_axes_arrives_along_both() -> None:
     """XLA once took the second start for the first: the same operand, and pairs that it did not look at."""
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env={**os.environ, **tpu_target.ENVIRONMENT, "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    module = parse(json.loads(done.stdout.splitlines()[-1]))
+    module = parse(told_by(SCRIPT))
     starts = [i for i in module.entry_computation.instructions if i.opcode == "collective-permute-start"]
     pairs = {start.attributes["source_target_pairs"] for start in starts}
     assert pairs == {"{{0,2},{2,0},{1,3},{3,1}}", "{{0,1},{1,0},{2,3},{3,2}}"}
