@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, Final
 
@@ -19,11 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from passes import shims
-from passes.block_eval import Piece, Read, accumulator_dtype, run_on_piece
+from passes.block_eval import Piece, Read, accumulator_dtype, chain_scope, run_on_piece
 from passes.chains import AllGatherDot, Chain, DotPsum, DotReduceScatter
-from passes.collective import Collective
-from passes.gather_ring import own_block, take_in
+from passes.gather_ring import cut, own_block, rounded, take_in
 from passes.graph import Dataflow
 from passes.hops import Places
 from passes.scatter_ring import partial_sum, widened_ops
@@ -87,7 +84,7 @@ def emit_all_reduces(
     XLA:CPU drops barriers before it orders a program, and makes one all_reduce of several that it may. So
     data alone keeps a piece behind the one before.
     """
-    turns = _Turns(flow, chain.collective, places)
+    turns = _Turns(flow, chain, places)
     if isinstance(chain, AllGatherDot):
         return _gather(flow, chain, schedule, read, turns)
     if isinstance(chain, DotPsum):
@@ -98,20 +95,14 @@ def emit_all_reduces(
 class _Turns:
     """Sends values of one chain, each after the one before it has arrived."""
 
-    def __init__(self, flow: Dataflow, collective: Collective, places: Places) -> None:
+    def __init__(self, flow: Dataflow, chain: Chain, places: Places) -> None:
         self.places = places
-        self.collective = collective
-        self._op = flow.ops[collective.op]
+        self._flow, self._chain = flow, chain
         self._arrived: Any = None
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> contextlib.AbstractContextManager[None]:
         """The collective's place in the user's program."""
-        with (
-            shims.equation_scope(self._op.eqn, self._op.scope),
-            jax.named_scope(f"overlap_{self.collective.kind}"),
-        ):
-            yield
+        return chain_scope(self._flow, self._chain)
 
     def swap(self, value: Any, *, at_once: bool = True) -> Any:
         """What the other device sends.
@@ -127,10 +118,11 @@ class _Turns:
 
     def sum(self, value: Any) -> Any:
         """The sum over the devices, as the psum itself has it."""
-        primitive = self._op.eqn.primitive
+        op = self._flow.ops[self._chain.collective.op]
+        primitive = op.eqn.primitive
         with self.scope():
             behind = self._behind(value, at_once=False)
-            results = primitive.bind(behind, **primitive.get_bind_params(self._op.params))
+            results = primitive.bind(behind, **primitive.get_bind_params(op.params))
             self._arrived = results[0] if primitive.multiple_results else results
         return self._arrived
 
@@ -148,7 +140,7 @@ class _Turns:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self.collective.mesh_sizes)
+        return tuple(name for name, _ in self._chain.collective.mesh_sizes)
 
 
 def _gather(
@@ -168,10 +160,8 @@ def _gather(
     arrived = []
     parts = pieces_of(chain, schedule, unit)
     for part in parts:
-        start = int(part.start * wire.shape[dim])
-        piece = lax.slice_in_dim(wire, start, start + int(part.share * wire.shape[dim]), axis=dim)
         # The own dot of sums reads a block that is cut out first; begun before, it would wait with the rest.
-        arrived.append(turns.swap(piece, at_once=strips is None))
+        arrived.append(turns.swap(cut(wire, dim, part), at_once=strips is None))
     results = take_in(flow, chain, {chain.wire: wire}, here, read, {})
     if strips is None:
         for part, piece in zip(parts, arrived, strict=True):
@@ -179,17 +169,13 @@ def _gather(
             results = take_in(flow, chain, {chain.wire: piece}, there, read, results)
     else:
         results = _with_strips(flow, chain, strips, arrived, results, turns.places, read)
-    for dot in chain.dots:
-        (value,) = flow.ops[dot.op].outputs
-        if value in results:
-            results[value] = lax.convert_element_type(results[value], flow.avals[value].dtype)
-    return results
+    return rounded(flow, chain, results)
 
 
 def _with_strips(
     flow: Dataflow,
     chain: AllGatherDot,
-    cut: Across,
+    along: Across,
     strips: list[Any],
     results: dict[int, Any],
     places: Places,
@@ -203,10 +189,10 @@ def _with_strips(
         made = {chain.wire: strip}
         run_on_piece(flow, chain.dots, made, Piece(places, 1, WHOLE), read, frozenset({dot.op}))
         partial = lax.convert_element_type(made[value], results[value].dtype)
-        end = start + partial.shape[cut.result_dim]
-        sums.append(lax.add(lax.slice_in_dim(results[value], start, end, axis=cut.result_dim), partial))
+        end = start + partial.shape[along.result_dim]
+        sums.append(lax.add(lax.slice_in_dim(results[value], start, end, axis=along.result_dim), partial))
         start = end
-    return {**results, value: lax.concatenate(sums, cut.result_dim)}
+    return {**results, value: lax.concatenate(sums, along.result_dim)}
 
 
 def _scatter(

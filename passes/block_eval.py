@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax import lax
 
 from passes import shims
 from passes.blocks import LONE, Blockwise, block_params
-from passes.chains import BlockOp
+from passes.chains import BlockOp, Chain
 from passes.gather_match import call_of
 from passes.graph import Dataflow, Operand
 from passes.hops import Places
@@ -192,6 +193,14 @@ def blank_of(shape: tuple[int, ...], like: Any, *, differentiable: bool) -> Any:
     """An array of this shape, with the dtype and varying type of another value or type."""
     array = shims.uninitialised(shape, like.dtype, differentiable=differentiable)
     return as_varying(array, shims.varying_axes(jax.typeof(like) if hasattr(like, "aval") else like))
+
+
+@contextlib.contextmanager
+def chain_scope(flow: Dataflow, chain: Chain) -> Iterator[None]:
+    """The place of a chain's collective in the user's program."""
+    op = flow.ops[chain.collective.op]
+    with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{chain.kind}"):
+        yield
 
 
 def tie(*values: Any) -> tuple[Any, ...]:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-import jax
 import numpy as np
 from jax import lax
 
@@ -22,6 +20,7 @@ from passes.block_eval import (
     as_varying,
     blank,
     blocks_of,
+    chain_scope,
     cut_once,
     run_on_piece,
     tie,
@@ -60,14 +59,19 @@ def emit_gather_ring(
     wire = ring.as_sent(local[chain.wire])
     apart = schedule.columns > 1 or (ring.cut_across is not None and ring.sums)
     results = _in_columns(ring, wire) if apart else ring.run(wire)
-    for dot in chain.dots:
-        (value,) = flow.ops[dot.op].outputs
-        if value in results:
-            results[value] = lax.convert_element_type(results[value], flow.avals[value].dtype)
-    return results
+    return rounded(flow, chain, results)
 
 
 Results = dict[int, Any]
+
+
+def rounded(flow: Dataflow, chain: AllGatherDot, results: Results) -> Results:
+    """The results, those of dots in their own dtype: sums were in the accumulator's."""
+    values = {flow.ops[dot.op].outputs[0] for dot in chain.dots}
+    return {
+        value: lax.convert_element_type(result, flow.avals[value].dtype) if value in values else result
+        for value, result in results.items()
+    }
 
 
 class _Ring:
@@ -104,12 +108,9 @@ class _Ring:
             return wire
         return lax.convert_element_type(wire, wire_dtype(self.flow, self.chain))
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> contextlib.AbstractContextManager[None]:
         """The collective's place in the user's program."""
-        op = self.flow.ops[self.chain.collective.op]
-        with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{self.chain.kind}"):
-            yield
+        return chain_scope(self.flow, self.chain)
 
     def run(self, wire: Any) -> Results:
         """Runs the ring on this device's shard of what travels; dots that add up stay in float32."""
@@ -144,7 +145,7 @@ class _Ring:
     def _pieces_of(self, wire: Any) -> list[Any]:
         """What of this device's shard travels on each way."""
         if self.cut_across is None:
-            return [_cut(wire, self.dim, part) for part in self.divided]
+            return [cut(wire, self.dim, part) for part in self.divided]
         dim = self.cut_across.dim
         edges = [int(bound * wire.shape[dim]) for bound in self.bounds]
         return [lax.slice_in_dim(wire, a, b, axis=dim) for a, b in itertools.pairwise(edges)]
@@ -296,7 +297,8 @@ def own_block(collective: Collective, shard: Any) -> Any:
     return shard if collective.tiled else lax.expand_dims(shard, (collective.dim,))
 
 
-def _cut(shard: Any, dim: int, part: Part) -> Any:
+def cut(shard: Any, dim: int, part: Part) -> Any:
+    """A part of a shard along one dim."""
     size = shard.shape[dim]
     start = int(part.start * size)
     return lax.slice_in_dim(shard, start, start + int(part.share * size), axis=dim)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -12,7 +11,17 @@ import numpy as np
 from jax import lax
 
 from passes import shims
-from passes.block_eval import Piece, Read, accumulator_dtype, as_varying, blank_of, blocks_of, cut_once, tie
+from passes.block_eval import (
+    Piece,
+    Read,
+    accumulator_dtype,
+    as_varying,
+    blank_of,
+    blocks_of,
+    chain_scope,
+    cut_once,
+    tie,
+)
 from passes.chains import DotPsum
 from passes.graph import Dataflow, Operand
 from passes.hops import Rings
@@ -92,12 +101,9 @@ class _Pipeline:
         self.widened = widened_ops(flow, chain.scatter)
         self.cut = cut_once(flow, chain.scatter.body)
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> contextlib.AbstractContextManager[None]:
         """The collective's place in the user's program."""
-        op = self.flow.ops[self.collective.op]
-        with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{self.chain.kind}"):
-            yield
+        return chain_scope(self.flow, self.chain)
 
     def run(self) -> Any:
         """Runs the first chunk's scatter, then all others' beside a gather, then the last chunk's gather."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -22,6 +22,7 @@ from passes.block_eval import (
     blank,
     blank_of,
     blocks_of,
+    chain_scope,
     cut_once,
     run_on_piece,
     tie,
@@ -82,12 +83,9 @@ class _Ring:
         self.in_flight: list[int] = []
         self.wholes: dict[int, Any] = {}
 
-    @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> contextlib.AbstractContextManager[None]:
         """The collective's place in the user's program."""
-        op = self.flow.ops[self.chain.collective.op]
-        with shims.equation_scope(op.eqn, op.scope), jax.named_scope(f"overlap_{self.chain.kind}"):
-            yield
+        return chain_scope(self.flow, self.chain)
 
     def run(self) -> Any:
         """Runs the ring on the whole values."""
