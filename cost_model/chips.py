@@ -155,7 +155,9 @@ _CHIPS = (
         dcn_latency_s=1e-5,
     ),
     # JAX sees each of a chip's two dies as a device: half of the chip's FLOP/s and memory bandwidth. The
-    # links belong to the chip; an axis that runs through both dies of every chip has them to itself.
+    # links belong to the chip; an axis that runs through both dies of every chip has them to itself. Its
+    # SparseCores do what is offloaded (libtpu 0.0.42 and 0.0.50, by default); reduce_scatters and permutes
+    # they do not.
     Hardware(
         name="tpu_7x",
         device_kinds=("TPU7x",),
@@ -180,6 +182,7 @@ _CHIPS = (
         clock_hz=2.2e9,
         dcn_bytes_per_s=6.25e9,
         dcn_latency_s=1e-5,
+        offloaded=("all_gather", "all_reduce"),
         least_gain=0.08,
     ),
     _gpu(

@@ -93,7 +93,10 @@ class Candidate:
     def lines(self, whole: bool) -> list[str]:
         """The terms in words; without `whole` only the sum."""
         total = self.estimate.overlapped_s
-        lines = [f"As {'rings' if self.form.pieces > 1 else 'a ring'}, {self.form}: {_us(total).strip()}"]
+        how = f"As {'rings' if self.form.pieces > 1 else 'a ring'}, {self.form}"
+        if self.form.route != "ring":
+            how = f"By {self.form}"
+        lines = [f"{how}: {_us(total).strip()}"]
         if not whole:
             return lines
         slower = "the hop" if self.step_hop_s > self.step_dots_s else "the dots"
@@ -171,7 +174,8 @@ class Explanation:
             )
         if gain_s <= 0:
             verdict = f"loses {_us(-gain_s).strip()} ({share:.1%}): left as it is"
-        lines.append(f"The best ring, {self.best.form}, {verdict}.")
+        best = "way" if self.best.form.route != "ring" else "ring"
+        lines.append(f"The best {best}, {self.best.form}, {verdict}.")
         if not hardware.overlaps:
             lines.append("This hardware runs no communication beside compute: hops and dots take turns.")
         return "\n".join(lines)
@@ -286,6 +290,8 @@ def _collective_s(chain: PlainChain, axis: Axis, full_bytes: float) -> float:
 
 def _candidate(chain: PlainChain, form: Form, axis: Axis) -> Candidate:
     priced = price(chain, form, axis)
+    if form.route != "ring":
+        return _in_turn(chain, form, priced)
     (work,) = works(chain, form, axis) or (None,)
     columns = 1 if work is None else work.columns
     steps, hops = axis.size * columns, (axis.size - 1) * columns
@@ -312,5 +318,29 @@ def _candidate(chain: PlainChain, form: Form, axis: Axis) -> Candidate:
         prologue_s=0.0 if chain.gathers else alone_s,
         steady_s=ring_s - alone_s,
         epilogue_s=gather_s + (alone_s if chain.gathers else 0.0),
+        exposed_s=priced.overlapped_s - priced.partials_s,
+    )
+
+
+def _in_turn(chain: PlainChain, form: Form, priced: Estimate) -> Candidate:
+    """Pieces that go by collectives in turn: as many steps, and a hop each."""
+    dots_s, hop_s = priced.partials_s / form.chains, priced.hops_s / form.chains
+    share = Fraction(1, form.chains)
+    first_s, last_s = (0.0, dots_s) if chain.gathers else (dots_s, 0.0)
+    return Candidate(
+        form=form,
+        estimate=priced,
+        partials=tuple(
+            dot.piece(Fraction(1), (chain.free, share)) if form.across and chain.free else dot.piece(share)
+            for dot in chain.dots
+        ),
+        steps=form.chains,
+        hops=form.chains,
+        step_dots_s=dots_s,
+        step_hop_s=hop_s,
+        hop_bound="bandwidth" if priced.hops_s > priced.hop_latency_s else "latency",
+        prologue_s=first_s,
+        steady_s=priced.overlapped_s - first_s - last_s,
+        epilogue_s=last_s,
         exposed_s=priced.overlapped_s - priced.partials_s,
     )

@@ -15,6 +15,10 @@ LEAST_GAIN: Final = 0.05
 """`Hardware.least_gain` where nothing is known of the errors of predictions."""
 
 
+OFFLOADABLE: Final = ("all_gather", "all_reduce")
+"""What `Hardware.offloaded` may name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
     """One device, as JAX counts devices, and the links that join it to its neighbours on a mesh axis.
@@ -50,6 +54,8 @@ class Hardware:
       dcn_bytes_per_s: a device's share of the network between slices or hosts (DCN, NIC), one way.
         0: unknown.
       dcn_latency_s: the least time a message through that network takes.
+      offloaded: the collectives, of `OFFLOADABLE`, that run beside the dots by themselves: another core of
+        the chip does them, and the compiler starts and awaits them apart.
       least_gain: the part of the original time that a ring must be predicted to gain: what predictions for
         this device may be off.
 
@@ -81,6 +87,7 @@ class Hardware:
     clock_hz: float = 0.0
     dcn_bytes_per_s: float = 0.0
     dcn_latency_s: float = 0.0
+    offloaded: tuple[str, ...] = ()
     least_gain: float = LEAST_GAIN
 
     def __post_init__(self) -> None:
@@ -125,6 +132,10 @@ class Hardware:
         if self.network not in ("torus", "switch"):
             raise ValueError(
                 f"hardware {self.name!r}: network must be 'torus' or 'switch', got {self.network!r}"
+            )
+        if unknown := set(self.offloaded) - set(OFFLOADABLE):
+            raise ValueError(
+                f"hardware {self.name!r}: offloaded names collectives of {OFFLOADABLE}, not {sorted(unknown)}"
             )
         if not self.peak_flops:
             raise ValueError(f"hardware {self.name!r}: peak_flops must name at least one dtype")
@@ -208,6 +219,7 @@ class Hardware:
             fields["device_kinds"] = tuple(fields.get("device_kinds", ()))
             fields["peak_flops"] = tuple((dtype, flops) for dtype, flops in fields["peak_flops"])
             fields["matmul_tile"] = tuple(fields["matmul_tile"])
+            fields["offloaded"] = tuple(fields.get("offloaded", ()))
             return cls(**fields)
         except (KeyError, TypeError) as error:
             raise ValueError(f"incomplete or ill-typed hardware description: {error}") from error

@@ -15,8 +15,10 @@ from cost_model.dtypes import dtype_bytes, parse_dtype
 from cost_model.exchange import exchange_estimate
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
+from cost_model.offloaded import LEAST_ROWS, counts, in_words, offloaded_estimate
 from cost_model.pipeline import pipeline_estimate
 from cost_model.ring import Cut, Estimate, RingWork, estimate
+from cost_model.tile import LANES, tile_rows
 
 Pattern = Literal["all_gather_dot", "dot_reduce_scatter", "dot_psum", "all_to_all_dot", "dot_all_to_all"]
 PATTERNS: Final[tuple[Pattern, ...]] = get_args(Pattern)
@@ -35,17 +37,13 @@ LEAST_COLUMN: Final = 256
 """Elements below which a column makes a matmul too narrow for the matrix unit."""
 
 
-BYTE_ROWS: Final = 32
-"""Rows of a TPU's tile of elements of one byte."""
-
-
 def copied_whole(block_rows: int, itemsize: int, hardware: Hardware) -> bool:
     """Whether each piece of a scatter's blocks of rows is a copy of the whole operand.
 
     A TPU's compiler makes one where elements are of a byte at most and blocks do not begin where a tile does.
     Wider ones it cuts anywhere.
     """
-    return hardware.network == "torus" and itemsize <= 1 and block_rows % BYTE_ROWS != 0
+    return hardware.network == "torus" and itemsize <= 1 and block_rows % tile_rows(itemsize) != 0
 
 
 def surely_rounds(block: Matmul) -> bool:
@@ -183,8 +181,13 @@ def cut_in_words(chains: int, columns: int, *, across: bool, joined: bool, cut: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Form:
-    """How the rings run: the part of a ring schedule that has a price. See `RingWork` for the fields."""
+    """How the rings run: the part of a ring schedule that has a price. See `RingWork` for the fields.
 
+    Attributes:
+      route: a ring, or by which collectives pieces go in turn. See `offloaded`.
+    """
+
+    route: Literal["ring", "all_gather", "all_reduce"] = "ring"
     directions: Directions = 1
     rings: int = 1
     walks: bool = False
@@ -201,6 +204,8 @@ class Form:
         return self.directions * self.rings * self.chains
 
     def __str__(self) -> str:
+        if self.route != "ring":
+            return in_words(self.route, self.chains, across=self.across)
         words = ["unidirectional" if self.directions == 1 else "bidirectional"]
         if self.rings > 1:
             words.append(f"{self.rings} {'walks' if self.walks else 'rings'}")
@@ -277,12 +282,13 @@ def forms(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
         for form in _all(chain, axis)
         if _in_flight(chain, form) <= most and _fits(chain, form, unit)
     ]
+    fitting.extend(_offloaded(chain, axis, unit))
     return tuple(fitting) or (Form(wide_wire=wide),)
 
 
 def works(chain: PlainChain, form: Form, axis: Axis) -> tuple[RingWork, ...]:
-    """The rings of a chain: one; for a psum that of its scatter. None for an all_to_all."""
-    if "all_to_all" in chain.pattern:
+    """The rings of a chain: one; for a psum that of its scatter. None where no ring is run."""
+    if "all_to_all" in chain.pattern or form.route != "ring":
         return ()
     return (_gather_work(chain, form, axis) if chain.gathers else _scatter_work(chain, form, axis),)
 
@@ -301,11 +307,32 @@ def price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
             partials=tuple(dot.piece(share) for dot in chain.dots),
             axis=axis,
         )
+    if form.route != "ring":
+        return _offloaded_price(chain, form, axis)
     (work,) = works(chain, form, axis)
     if chain.pattern == "dot_psum" and form.columns > 1:
         return pipeline_estimate(work, chain.moved_bytes, axis, across=form.across)
     priced = estimate(work, axis)
     return priced + gather_after(chain, axis) if chain.pattern == "dot_psum" else priced
+
+
+def _offloaded_price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
+    """The price of pieces that go by collectives in turn."""
+    assert form.route != "ring"
+    piece, second = Fraction(1, form.chains), None
+    if form.across and chain.free is not None:
+        piece, second = Fraction(1), (chain.free, piece)
+    dots = chain.multiplied(axis) if chain.gathers else chain.dots
+    return offloaded_estimate(
+        form.route,
+        form.chains,
+        across=form.across,
+        moved_bytes=chain.wire_bytes(axis) if chain.gathers else chain.moved_bytes,
+        matmuls=tuple(dot.matmul for dot in dots),
+        piece=tuple(dot.piece(piece, second) for dot in dots),
+        as_written=price(chain, Form(), axis),
+        axis=axis,
+    )
 
 
 def gather_after(chain: PlainChain, axis: Axis) -> Estimate:
@@ -370,6 +397,24 @@ def _all(chain: PlainChain, axis: Axis) -> Iterator[Form]:
             if chain.pattern == "dot_psum" and all(dot.cut != "n" for dot in chain.dots):
                 for columns, across in itertools.product(COLUMNS[1:], (False, True)):
                     yield dataclasses.replace(base, columns=columns, across=across)
+
+
+def _offloaded(chain: PlainChain, axis: Axis, unit: int) -> Iterator[Form]:
+    """The ways by collectives in turn that another core of the chip runs."""
+    size = 0 if chain.free is None else getattr(chain.dots[0].matmul, chain.free)
+    if chain.pattern == "dot_psum" and "all_reduce" in axis.hardware.offloaded:
+        for pieces in counts(unit * axis.size, LEAST_ROWS):
+            yield Form(route="all_reduce", chains=pieces)
+        for pieces in counts(size, LANES) if size else ():
+            yield Form(route="all_reduce", chains=pieces, across=True)
+    elif chain.pattern == "all_gather_dot" and "all_gather" in axis.hardware.offloaded:
+        if size:
+            for pieces in counts(size, LANES):
+                yield Form(route="all_gather", chains=pieces, across=True)
+        elif all(dot.cut != "k" for dot in chain.dots):
+            rows = tile_rows(min(dtype_bytes(dot.matmul.dtype) for dot in chain.dots))
+            for pieces in counts(unit, rows, few=True):
+                yield Form(route="all_gather", chains=pieces)
 
 
 def _in_flight(chain: PlainChain, form: Form) -> int:

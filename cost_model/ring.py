@@ -219,7 +219,7 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
         axis.size * work.collective_shard_bytes
     )
     latency_s = work.chains * axis.step_s(0, work.directions, work.rings, walks=work.walks)
-    dot_s = _wholes_s(work.matmuls, hardware, collective_s if gathered else 0.0)
+    dot_s = wholes_s(work.matmuls, hardware, collective_s if gathered else 0.0)
     if not hops:  # one device has nothing to wait for
         return Estimate(
             dot_s=dot_s,
@@ -343,7 +343,7 @@ def _beside_bytes(held_bytes: float, hardware: Hardware) -> float:
     return LITTLE * (hardware.on_chip_bytes - held_bytes) if hardware.network == "torus" else 0.0
 
 
-def _wholes_s(matmuls: tuple[Matmul, ...], hardware: Hardware, before_s: float) -> float:
+def wholes_s(matmuls: tuple[Matmul, ...], hardware: Hardware, before_s: float) -> float:
     """Seconds of the whole dots.
 
     The smaller operand of each is fetched beforehand, beside other work, if it fits. So may the larger be,

@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 from cost_model import Axis
+from cost_model.offloaded import LEAST_ROWS, MOST_DOTS, counts
 from cost_model.plain_chain import COLUMNS, LEAST_COLUMN, MOST_PIECES, cuts
+from cost_model.tile import LANES
 from passes import shims
+from passes.all_gathers import goes_by_all_gathers
 from passes.all_reduces import goes_by_all_reduces
 from passes.chains import AllGatherDot, Chain, DotPsum
 from passes.graph import Dataflow
 from passes.rules import Rule, rule
-from passes.schedule import RingSchedule, across, divisions
+from passes.schedule import RingSchedule, across, divisions, tile_rows
 
 LONGEST_UNROLLED: Final = 24
 """Devices on the longest axis whose ring is unrolled: compile time grows faster than the ring."""
@@ -64,6 +67,7 @@ def candidates(
     fitting = [
         s for s in dict.fromkeys(found) if _in_flight(chain, s) <= most and _fits(flow, chain, s, unit)
     ]
+    fitting.extend(_offloaded(flow, chain, axis, unit, thorough=thorough))
     if thorough and in_turn:
         # Of the rings only the simplest could still be better there, and timing takes long.
         fitting = [*fitting[:1], *in_turn]
@@ -94,6 +98,31 @@ def _by_all_reduces(flow: Dataflow, chain: Chain, axis: Axis, unit: int) -> list
         unit = flow.avals[chain.wire].shape[cut.dim]
     pieces = [n for n in (1, 3) if n <= unit]
     return [dataclasses.replace(base, chains=n, across=cut is not None and n > 1) for n in pieces]
+
+
+def _offloaded(
+    flow: Dataflow, chain: Chain, axis: Axis, unit: int, *, thorough: bool
+) -> Iterator[RingSchedule]:
+    """The ways by collectives in turn that another core of the chip runs: see `cost_model.offloaded`."""
+    offloaded = axis.hardware.offloaded
+    if isinstance(chain, DotPsum):
+        if "all_reduce" not in offloaded or chain.gather is not None:
+            return
+        base = RingSchedule(directions=1, route="all_reduce")
+        for pieces in counts(unit * chain.collective.axis_size, LEAST_ROWS):
+            yield dataclasses.replace(base, chains=pieces)
+        if (cut := across(flow, chain.scatter)) is not None:
+            result = flow.avals[flow.ops[chain.collective.op].outputs[0]]
+            for pieces in counts(result.shape[cut.result_dim], LANES):
+                yield dataclasses.replace(base, chains=pieces, across=True)
+    elif isinstance(chain, AllGatherDot) and "all_gather" in offloaded and goes_by_all_gathers(chain):
+        base = RingSchedule(directions=1, route="all_gather")
+        if (cut := across(flow, chain)) is not None:
+            for pieces in counts(flow.avals[chain.wire].shape[cut.dim], LANES):
+                yield dataclasses.replace(base, chains=pieces, across=True)
+        elif not _adds_up(chain) and (len(chain.dots) <= MOST_DOTS or thorough):
+            for pieces in counts(unit, tile_rows(flow, chain), few=True):
+                yield dataclasses.replace(base, chains=pieces)
 
 
 def _wire(flow: Dataflow, chain: Chain, axis: Axis) -> Literal["float32", "operand"]:

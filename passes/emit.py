@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from passes.all_gathers import emit_all_gathers
 from passes.all_reduces import emit_all_reduces
 from passes.block_eval import Read
 from passes.chains import AllGatherDot, Chain, DotPsum
@@ -33,6 +34,8 @@ def emit_ring(flow: Dataflow, ring: Ring, read: Read, rings: Rings) -> dict[int,
     if isinstance(chain, DotPsum):
         return emit_psum_rings(flow, chain, ring.schedule, read, rings)
     if isinstance(chain, AllGatherDot):
+        if ring.schedule.route == "all_gather":
+            return emit_all_gathers(flow, chain, ring.schedule, read, rings[0])
         return emit_gather_ring(flow, chain, ring.schedule, read(op.inputs[0]), read, rings)
     if ring.schedule.route == "exchange":
         return {op.outputs[0]: emit_scatter_exchange(flow, chain, read, rings[0])}

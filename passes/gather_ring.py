@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
+from cost_model.tile import LANES
 from passes import shims
 from passes.block_eval import (
     Joined,
@@ -29,7 +30,7 @@ from passes.chains import AllGatherDot, ShardReduction
 from passes.collective import Collective
 from passes.graph import Dataflow
 from passes.hops import Places, Rings
-from passes.schedule import LANES, WHOLE, Across, Part, RingSchedule, across, divisions, parts, tile_rows
+from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, parts, tile_rows
 from passes.wire import wire_dtype
 
 
@@ -56,7 +57,7 @@ def emit_gather_ring(
         own = ring.fetch(0) if schedule.route == "exchange" else own_block(collective, shard)
     local = {flow.ops[collective.op].outputs[0]: own}
     run_on_piece(flow, chain.before, local, Piece(rings[0], 0, WHOLE), read)
-    wire = ring.as_sent(local[chain.wire])
+    wire = as_sent(flow, chain, local[chain.wire])
     apart = schedule.columns > 1 or (ring.cut_across is not None and ring.sums)
     results = _in_columns(ring, wire) if apart else ring.run(wire)
     return rounded(flow, chain, results)
@@ -101,12 +102,6 @@ class _Ring:
             self.bounds = (*(strip.start for strip in strips), Fraction(1))
         self.cut_apart = _cut_apart(flow, chain) if schedule.cut == "apart" else {}
         self.explicit = not flow.differentiable and shims.explicit_starts(flow.avals[chain.wire])
-
-    def as_sent(self, wire: Any) -> Any:
-        """What travels, in the type in which it does."""
-        if self.flow.differentiable or not shims.on_tpu(self.flow.avals[self.chain.wire]):
-            return wire
-        return lax.convert_element_type(wire, wire_dtype(self.flow, self.chain))
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """The collective's place in the user's program."""
@@ -254,9 +249,11 @@ def _in_columns(ring: _Ring, wire: Any) -> Results:
     assert cut is not None
     dim = cut.dim
     whole: Any = blank(ring.flow, value)
+    size, columns = wire.shape[dim], ring.schedule.columns
+    grain = LANES if size >= columns * LANES else 1
     start = placed = 0
-    for column in range(ring.schedule.columns):
-        end = -(-wire.shape[dim] * (column + 1) // ring.schedule.columns)
+    for column in range(columns):
+        end = min(size, -(-size * (column + 1) // (columns * grain)) * grain)
         shard = lax.slice_in_dim(wire, start, end, axis=dim)
         if column:
             # Else every ring's hops could start at once, and their shards be kept.
@@ -290,6 +287,13 @@ def emit_shard_reduction(
         across: Any = {"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin}[op.name]
         total = lax.convert_element_type(across(partial, collective.axes), aval.dtype)
         return {value: as_varying(total, shims.varying_axes(aval))}
+
+
+def as_sent(flow: Dataflow, chain: AllGatherDot, wire: Any) -> Any:
+    """What travels, in the type in which it does."""
+    if flow.differentiable or not shims.on_tpu(flow.avals[chain.wire]):
+        return wire
+    return lax.convert_element_type(wire, wire_dtype(flow, chain))
 
 
 def own_block(collective: Collective, shard: Any) -> Any:

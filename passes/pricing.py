@@ -12,19 +12,23 @@ from typing import Final
 from cost_model import Axis, Estimate, Matmul, RingWork, estimate, exchange_estimate
 from cost_model.in_turn import in_turn_estimate
 from cost_model.matmul import matmul_s
+from cost_model.offloaded import offloaded_estimate
 from cost_model.pipeline import pipeline_estimate
 from cost_model.plain_chain import copied_whole
-from passes.all_reduces import shares
 from passes.block_eval import accumulator_dtype, cut_once
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
 from passes.dots import matmul
 from passes.graph import Dataflow
 from passes.schedule import Across, RingSchedule, across, gather_schedule
+from passes.turns import shares
 from passes.wire import may_round, wire_dtype
 
 Pricer = Callable[[RingSchedule], Estimate]
 
 _NONE: Final[Mapping[int, str]] = MappingProxyType({})
+
+_ANY: Final = RingSchedule(directions=1)
+"""A schedule to ask for the times of a chain as it stands, which are the same for all."""
 
 
 def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
@@ -45,6 +49,8 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
 
         def psum(schedule: RingSchedule) -> Estimate:
             if schedule.route == "all_reduce":
+                if "all_reduce" in axis.hardware.offloaded:
+                    return _offloaded(flow, chain, schedule, axis, before(_ANY) + gather)
                 return _in_turn(flow, chain, schedule, axis)
             if schedule.columns == 1:
                 return before(schedule) + gather
@@ -70,6 +76,8 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
     def ring(schedule: RingSchedule) -> Estimate:
         if schedule.route == "all_reduce":
             priced = _in_turn(flow, chain, schedule, axis)
+        elif schedule.route == "all_gather":
+            priced = _offloaded(flow, chain, schedule, axis, estimate(work_of(_ANY), axis))
         else:
             priced = estimate(work_of(schedule), axis)
         return dataclasses.replace(priced, overlapped_s=priced.overlapped_s + added_s) if added_s else priced
@@ -112,6 +120,32 @@ def _in_turn(flow: Dataflow, chain: Chain, schedule: RingSchedule, axis: Axis) -
         hops_s=[axis.permute_s(moved_bytes * float(half * part), 1) for part in parts],
         latency_s=len(parts) * axis.permute_s(0.0, 1),
         hardware=hardware,
+    )
+
+
+def _offloaded(
+    flow: Dataflow, chain: Chain, schedule: RingSchedule, axis: Axis, as_written: Estimate
+) -> Estimate:
+    """The price of pieces that another core of the chip gathers or adds up."""
+    op, part = flow.ops[chain.collective.op], Fraction(1, schedule.chains)
+    inner: AllGatherDot | DotReduceScatter = chain.scatter if isinstance(chain, DotPsum) else chain
+    moved, rounded = flow.aval(op.inputs[0]), _NONE
+    itemsize = moved.dtype.itemsize
+    if isinstance(chain, AllGatherDot):
+        moved, sent = flow.avals[chain.wire], wire_dtype(flow, chain)
+        itemsize = sent.itemsize
+        rounded = {} if sent == moved.dtype else dict.fromkeys(chain.blocked, sent.name)
+    cut = across(flow, inner) if schedule.across else None
+    share, second = (part, None) if cut is None else (Fraction(1), (cut, part))
+    return offloaded_estimate(
+        "all_gather" if isinstance(chain, AllGatherDot) else "all_reduce",
+        schedule.chains,
+        across=schedule.across,
+        moved_bytes=moved.size * itemsize,
+        matmuls=_matmuls(flow, inner, Fraction(1), rounded=rounded),
+        piece=_matmuls(flow, inner, share, second, rounded),
+        as_written=as_written,
+        axis=axis,
     )
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from cost_model.tile import LANES
 from passes import shims
 from passes.block_eval import (
     Piece,
@@ -30,7 +31,7 @@ from passes.block_eval import (
 from passes.chains import DotReduceScatter
 from passes.graph import Dataflow, Operand
 from passes.hops import Places, Rings
-from passes.schedule import LANES, WHOLE, Across, Part, RingSchedule, across, divisions, parts, tile_rows
+from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, parts, tile_rows
 
 _EXACT = frozenset(
     {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "neg", "pvary"}

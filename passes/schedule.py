@@ -6,9 +6,10 @@ import dataclasses
 import itertools
 import math
 from fractions import Fraction
-from typing import Final, Literal
+from typing import Literal
 
-from cost_model import Walk
+from cost_model import Walk, tile
+from cost_model.offloaded import in_words
 from cost_model.plain_chain import cut_in_words
 from cost_model.ring import Cut
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum
@@ -26,7 +27,8 @@ class RingSchedule:
         both directions of every link and halves the time of a hop.
       route: ``ring``, every shard passes every device; ``exchange``, each block goes straight to where it
         belongs; ``all_reduce``, pieces go one after the other by all_reduces: those of a psum, or, between
-        two devices, both blocks' bits, from which each takes off its own.
+        two devices, both blocks' bits, from which each takes off its own; ``all_gather``, a part of every
+        shard is gathered after the other.
       chains: pieces per direction that each block is cut into. The hops of one piece run beside the partial
         dots of the others: a scatter ring needs two to hide a hop, as it must add to a sum before it sends
         it on.
@@ -51,7 +53,7 @@ class RingSchedule:
     """
 
     directions: Literal[1, 2]
-    route: Literal["ring", "exchange", "all_reduce"] = "ring"
+    route: Literal["ring", "exchange", "all_reduce", "all_gather"] = "ring"
     chains: int = 1
     columns: int = 1
     across: bool = False
@@ -83,9 +85,8 @@ class RingSchedule:
     def __str__(self) -> str:
         if self.route == "exchange":
             return "exchange"
-        if self.route == "all_reduce":
-            pieces = "1 all_reduce" if self.chains == 1 else f"{self.chains} all_reduces in turn"
-            return f"{pieces}, cut across" if self.across else pieces
+        if self.route in ("all_gather", "all_reduce"):
+            return in_words(self.route, self.chains, across=self.across)
         words = ["unidirectional" if self.directions == 1 else "bidirectional"]
         words += cut_in_words(self.chains, self.columns, across=self.across, joined=self.joined, cut=self.cut)
         if self.wire == "operand":
@@ -192,21 +193,14 @@ def divisions(flow: Dataflow, chain: Chain) -> int:
     return math.gcd(*(size // chain.collective.axis_size for size in sizes))
 
 
-TILE: Final = 16
-"""Rows of a tile of two-byte elements on TPU, the most common: slices that begin inside a tile are copied."""
-
-LANES: Final = 128
-"""Columns of such a tile."""
-
-
 def tile_rows(flow: Dataflow, chain: Chain) -> int:
-    """Rows of a tile of the narrowest operand of a chain's dots: twice as many for operands of one byte."""
+    """Rows of a tile of the narrowest operand of a chain's dots."""
     dots = chain.scatter.dots if isinstance(chain, DotPsum) else chain.dots
     operands = (operand for dot in dots for operand in flow.ops[dot.op].inputs)
-    return TILE * max(1, 2 // min(flow.aval(operand).dtype.itemsize for operand in operands))
+    return tile.tile_rows(min(flow.aval(operand).dtype.itemsize for operand in operands))
 
 
-def parts(schedule: RingSchedule, unit: int, grain: int = TILE) -> tuple[Part, ...]:
+def parts(schedule: RingSchedule, unit: int, grain: int = tile.TILE_ROWS) -> tuple[Part, ...]:
     """How a schedule divides each block, given the number of equal parts it can be cut into.
 
     Pieces that go both ways take turns. Where ``unit`` does not divide by their number some are larger: all

@@ -74,5 +74,5 @@ def test_the_longest_way(pattern: Any, times: list[float]) -> None:
 
 
 def test_each_piece_has_a_hop() -> None:
-    with pytest.raises(ValueError, match="each piece has one hop, got 2 pieces and 1 hops"):
+    with pytest.raises(ValueError, match="one hop and is placed once, got 2 pieces, 1 hops and 2"):
         priced("gather", 1, [1, 1], [1])

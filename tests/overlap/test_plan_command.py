@@ -85,6 +85,7 @@ def of_shape(options: dict[str, Any], dtype: str) -> PlainChain:
 def form_of(schedule: RingSchedule, gathers: bool) -> Form:
     """The part of a schedule that has a price."""
     return Form(
+        route="ring" if schedule.route == "exchange" else schedule.route,
         directions=schedule.directions,
         rings=schedule.rings,
         walks=schedule.walks,
@@ -131,7 +132,7 @@ class TestTheSameAsThePass:
             assert found.best.estimate == site.estimate
         assert found.pays == (site.reason == "profitable")
 
-    @pytest.mark.parametrize("hardware", ["tpu_v5p", "tpu_v5e", "h100", "cpu"])
+    @pytest.mark.parametrize("hardware", ["tpu_v5p", "tpu_v5e", "tpu_7x", "h100", "cpu"])
     @pytest.mark.parametrize("program", [name for name in PROGRAMS if name != "psum"])
     def test_every_schedule_of_a_search_has_its_price(self, program: str, hardware: str) -> None:
         body, x, w, options = PROGRAMS[program]

@@ -17,11 +17,11 @@ from hypothesis import given
 from jax.sharding import AxisType, PartitionSpec
 
 from cost_model import Axis, by_name
-from passes import all_reduces
-from passes.all_reduces import pieces_of, shares
+from passes import turns
 from passes.candidates import candidates
 from passes.chains import AllGatherDot, DotPsum, DotReduceScatter
 from passes.schedule import RingSchedule
+from passes.turns import pieces_of, shares
 from tests.passes import bodies, spmd
 from tests.passes.hop_count import hops
 from tests.passes.ring_patterns import PATTERNS, arguments, as_ring, assert_close, exact, jitted
@@ -109,15 +109,15 @@ def per_device(f: Any, devices: int = 2) -> Any:
 def test_a_value_arrives_to_the_bit() -> None:
     bits = np.array([0x7FC00001, 0xFF800000, 0x80000000, 0x00000001, 0xFFFFFFFF, 0x3F800000], np.uint32)
     value = bits.view(np.float32)
-    swap: Any = per_device(lambda v: all_reduces._swapped(v, ("x",)))
+    swap: Any = per_device(lambda v: turns._swapped(v, ("x",)))
     np.testing.assert_array_equal(np.asarray(jax.jit(swap)(value)).view(np.uint32), np.roll(bits, 3))
-    wait: Any = jax.jit(lambda v, zero: all_reduces._behind(v, zero))
+    wait: Any = jax.jit(lambda v, zero: turns._behind(v, zero))
     np.testing.assert_array_equal(np.asarray(wait(value, jnp.int32(0))).view(np.uint32), bits)
 
 
 def test_the_derivative_of_what_is_sent() -> None:
     def loss(x: Any) -> Any:
-        sent: Any = per_device(lambda v: all_reduces._swapped(all_reduces._behind(v, jnp.int32(0)), ("x",)))
+        sent: Any = per_device(lambda v: turns._swapped(turns._behind(v, jnp.int32(0)), ("x",)))
         return jnp.sum(sent(x) * jnp.arange(4.0))
 
     np.testing.assert_array_equal(jax.grad(loss)(jnp.zeros(4)), [2, 3, 0, 1])

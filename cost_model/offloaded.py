@@ -1,0 +1,111 @@
+"""Collectives that another core of the chip runs beside the dots: pieces of them, in turn, and their price.
+
+Of TPU7x the SparseCores run all_gathers and all_reduces (`Hardware.offloaded`): the compiler starts and
+awaits them apart. One that comes before all dots, or after them, still has nothing to hide behind; in pieces
+each has the dots of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final, Literal
+
+from cost_model.axis import Axis
+from cost_model.in_turn import in_turn_estimate
+from cost_model.matmul import Matmul
+from cost_model.ring import Estimate, wholes_s
+
+Offloaded = Literal["all_gather", "all_reduce"]
+
+IN_TURN: Final = range(8, 17)
+"""Of how many pieces one tries the least and the most that are equal: nothing hides the first one's
+all_gather, or the last one's all_reduce."""
+
+FEW_IN_TURN: Final = (2, 4)
+"""The same of a gather's rows: what pieces of them become is placed by copies, and short dots take long."""
+
+MOST_DOTS: Final = 2
+"""Dots of a gather's piece of rows beside which the compiler surely begins the next one's all_gather at once;
+of three it was seen to begin it before the last."""
+
+LEAST_ROWS: Final = 128
+"""Of such multiples are a psum's pieces of rows."""
+
+PLACING: Final = 2.5
+"""Times as long as reading and writing them once takes what the TPU compiler makes of placing pieces of rows
+of a result, by its own estimates (7x: 2.4 to 2.6)."""
+
+CUTTING: Final = 1.3
+"""The same of cutting strips out of what travels."""
+
+
+def counts(size: int, grain: int, *, few: bool = False) -> Iterator[int]:
+    """Into how many equal pieces, of multiples of `grain`, a dim of so many elements is worth cutting."""
+    equal = [pieces for pieces in (FEW_IN_TURN if few else IN_TURN) if size % (pieces * grain) == 0]
+    yield from dict.fromkeys((*equal[:1], *equal[-1:]))
+
+
+def in_words(collective: Offloaded, pieces: int, *, across: bool) -> str:
+    """How pieces go, as forms and schedules say it."""
+    said = f"1 {collective}" if pieces == 1 else f"{pieces} {collective}s in turn"
+    return f"{said}, cut across" if across else said
+
+
+def offloaded_estimate(
+    collective: Offloaded,
+    pieces: int,
+    *,
+    across: bool,
+    moved_bytes: float,
+    matmuls: tuple[Matmul, ...],
+    piece: tuple[Matmul, ...],
+    as_written: Estimate,
+    axis: Axis,
+) -> Estimate:
+    """Prices pieces that go one after the other.
+
+    Strips of what is gathered are cut out before, and the results of their dots put together after; pieces of
+    rows are placed one by one.
+
+    Args:
+      collective: by which pieces go.
+      pieces: how many.
+      across: whether they are strips along another dim than the gathered one, or a psum's columns.
+      moved_bytes: of the whole array.
+      matmuls: the dots.
+      piece: one piece of each.
+      as_written: a price of the chain, for its times as it stands.
+      axis: the devices.
+    """
+    hardware, gathers = axis.hardware, collective == "all_gather"
+    whole_s = axis.all_gather_s if gathers else axis.all_reduce_s
+    hop_s = whole_s(moved_bytes / pieces)
+
+    def copied_s(size: float, slowness: float) -> float:
+        return slowness * 2 * size / hardware.hbm_bytes_per_s
+
+    results_bytes = sum(matmul.result_bytes for matmul in matmuls)
+    before_s = after_s = place_s = 0.0
+    added_bytes = min(1.0, 2 / pieces) * moved_bytes - moved_bytes
+    if not gathers:
+        place_s = copied_s(results_bytes / pieces, PLACING)
+    elif across:
+        before_s, after_s = copied_s(moved_bytes / axis.size, CUTTING), copied_s(results_bytes, 1.0)
+        added_bytes += moved_bytes / axis.size + results_bytes
+    else:
+        place_s = copied_s(results_bytes / pieces, PLACING)
+        added_bytes += results_bytes / pieces
+    return in_turn_estimate(
+        "gather" if gathers else "psum",
+        dot_s=as_written.dot_s,
+        collective_s=as_written.collective_s,
+        own_s=0.0,
+        pieces_s=[wholes_s(piece, hardware, hop_s if gathers else 0.0)] * pieces,
+        hops_s=[hop_s] * pieces,
+        latency_s=pieces * whole_s(0.0),
+        hardware=hardware,
+        before_s=before_s,
+        placing_s=[place_s] * pieces,
+        after_s=after_s,
+        added_bytes=added_bytes,
+    )

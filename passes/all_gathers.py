@@ -1,0 +1,107 @@
+"""Emits a chain whose pieces go by all_gathers, one after the other, each beside the dots of the one before.
+
+For devices that run all_gathers beside dots by themselves, as TPUs do whose SparseCores have taken them over
+(`Hardware.offloaded`): nothing needs a ring there, and no dot is cut into as many parts as there are devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from fractions import Fraction
+from typing import Any
+
+from jax import lax
+
+from cost_model.tile import LANES
+from passes.block_eval import Piece, Read, run_on_piece
+from passes.chains import AllGatherDot, Chain
+from passes.gather_ring import as_sent, cut, rounded, take_in
+from passes.graph import Dataflow
+from passes.hops import Places
+from passes.schedule import WHOLE, RingSchedule, across, divisions, parts, tile_rows
+from passes.turns import Turns
+
+
+def goes_by_all_gathers(chain: Chain) -> bool:
+    """Whether pieces of what the chain gathers can be gathered by themselves."""
+    collective = chain.collective
+    return isinstance(chain, AllGatherDot) and collective.kind == "all_gather" and collective.tiled
+
+
+def emit_all_gathers(
+    flow: Dataflow, chain: AllGatherDot, schedule: RingSchedule, read: Read, places: Places
+) -> dict[int, Any]:
+    """Runs the chain and returns the values that the rest of the program needs, by number.
+
+    A piece is a part of every shard. Across, it is a strip of them along a free dim of the only dot, whose
+    result it makes a strip of; else its dots make as many rows of every block.
+    """
+    op = flow.ops[chain.collective.op]
+    turns = Turns(flow, chain, places)
+    local = {op.outputs[0]: read(op.inputs[0])}
+    run_on_piece(flow, chain.before, local, Piece(places, 0, WHOLE), read)
+    wire = as_sent(flow, chain, local[chain.wire])
+    strips = across(flow, chain) if schedule.across else None
+    if strips is None:
+        dim = chain.blocked[chain.wire]
+        divided = parts(schedule, divisions(flow, chain), tile_rows(flow, chain))
+    else:
+        dim = strips.dim
+        divided = parts(schedule, wire.shape[dim], LANES)
+    dtype = flow.avals[chain.wire].dtype
+    pieces = [cut(wire, dim, part) for part in divided]
+    results: dict[int, Any] = {}
+    turns.send(pieces[0])
+    for number, part in enumerate(divided):
+        last = part is divided[-1]
+        if not last:
+            turns.send(pieces[number + 1])
+        known = {chain.wire: lax.convert_element_type(turns.arrived[number], dtype)}
+        if strips is None:
+            results = take_in(flow, chain, known, _OfEveryBlock(places, 0, part), read, results)
+        else:
+            run_on_piece(flow, chain.dots, known, _OfEveryBlock(places, 0, WHOLE), read)
+            results[number] = known[flow.ops[chain.dots[0].op].outputs[0]]
+        if not last and strips is None:
+            # Else the compiler may put these dots after the next piece's arrival, and nothing beside it. Of
+            # strips it does not, and those that are held up it cannot make in their place in the result.
+            results = dict(zip(results, turns.hold(*results.values()), strict=True))
+    if strips is None:
+        return rounded(flow, chain, results)
+    with turns.scope():
+        (value,) = flow.ops[chain.dots[0].op].outputs
+        return {value: lax.concatenate(list(results.values()), strips.result_dim)}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _OfEveryBlock(Piece):
+    """The same part of the blocks of all devices, one after the other."""
+
+    @property
+    def share(self) -> Fraction:
+        """How much of the whole dim they are."""
+        return self.part.share
+
+    def of(self, whole: Any, dim: int) -> Any:
+        """Those parts of a whole array."""
+        if self.part.share == 1:
+            return whole
+        blocks = self._blocks(whole, dim)
+        return _joined(cut(blocks, dim + 1, self.part), dim)
+
+    def place(self, whole: Any, piece: Any, dim: int) -> Any:
+        """The whole array with those parts written into it."""
+        blocks = self._blocks(whole, dim)
+        start = int(self.part.start * blocks.shape[dim + 1])
+        parts_of_blocks = self._blocks(piece, dim)
+        return _joined(lax.dynamic_update_slice_in_dim(blocks, parts_of_blocks, start, dim + 1), dim)
+
+    def _blocks(self, array: Any, dim: int) -> Any:
+        """The array with a dim of its own for the devices."""
+        size, shape = self.places.axis_size, array.shape
+        return lax.reshape(array, (*shape[:dim], size, shape[dim] // size, *shape[dim + 1 :]))
+
+
+def _joined(blocks: Any, dim: int) -> Any:
+    shape = blocks.shape
+    return lax.reshape(blocks, (*shape[:dim], shape[dim] * shape[dim + 1], *shape[dim + 2 :]))

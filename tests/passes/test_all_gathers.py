@@ -1,0 +1,204 @@
+"""Pieces that go by all_gathers in turn: values, derivatives, where they are tried, and what a TPU does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cost_model import Axis, by_name
+from overlap import tpu_target
+from passes.candidates import candidates
+from passes.schedule import RingSchedule
+from tests.passes import bodies, spmd
+from tests.passes.hop_count import hops
+from tests.passes.ring_patterns import PATTERNS, arguments, as_ring, assert_close, exact, jitted
+from tests.passes.tpu_process import told_by
+
+BLOCK = 9
+ROWS = ("gather_free", "gather_of_three_dots", "gather_contracting", "gather_batch")
+STRIPS = ("gather_contracting", "gather_batch")
+
+
+def in_turn(pieces: int, *, across: bool = False) -> RingSchedule:
+    return RingSchedule(directions=1, route="all_gather", chains=pieces, across=across)
+
+
+def cases() -> Iterator[Any]:
+    for across, names in ((False, ROWS), (True, STRIPS)):
+        for name in names:
+            for pieces in (1, 2, 4):
+                for axis_size in (2, 3):
+                    if across and pieces == 1:
+                        continue
+                    label = f"{name}-{pieces}-{axis_size}{'-across' * across}"
+                    yield pytest.param(name, axis_size, in_turn(pieces, across=across), id=label)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16"])
+@pytest.mark.parametrize(("name", "axis_size", "schedule"), list(cases()))
+def test_values(name: str, axis_size: int, schedule: RingSchedule, dtype: str, check_vma: bool) -> None:
+    pattern = PATTERNS[name]
+    given = arguments(pattern.shapes(axis_size, BLOCK), axis_size, dtype)
+    function = jitted(pattern.body, len(given), axis_size, check_vma=check_vma)
+    with spmd.only_schedule(schedule):
+        ring = as_ring(function)
+        (site,) = ring.explain(*given).sites
+        results = ring(*given)
+        jaxpr = jax.make_jaxpr(ring)(*given)
+    assert site.rewritten and site.schedule == str(schedule)
+    assert not hops(jaxpr, "ppermute")
+    assert hops(jaxpr, "all_gather") == schedule.chains
+    assert_close(results, exact(pattern, given), dtype)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("gather_free", in_turn(2)),
+        ("gather_contracting", in_turn(3)),
+        ("gather_contracting", in_turn(3, across=True)),
+        ("gather_batch", in_turn(2, across=True)),
+    ],
+)
+def test_gradients_and_vmap(name: str, schedule: RingSchedule, check_vma: bool) -> None:
+    """Against those of the program as written, in float64."""
+    pattern, axis_size = PATTERNS[name], 2
+    given = arguments(pattern.shapes(axis_size, BLOCK), axis_size, "float32")
+    (result,) = exact(pattern, given)
+    weights = np.random.default_rng(5).normal(size=result.shape).astype(np.float32)
+    function = jitted(pattern.body, 2, axis_size, check_vma=check_vma)
+
+    def loss(run: Any) -> Any:
+        return lambda x, w: (weights * run(x, w)).sum()
+
+    with jax.enable_x64(True):
+        expected = jax.grad(loss(function), (0, 1))(*(jnp.asarray(each, "float64") for each in given))
+        expected = [np.asarray(each) for each in expected]
+    x, w = given
+    with spmd.only_schedule(schedule):
+        ring = as_ring(function)
+        results = jax.jit(jax.grad(loss(ring), (0, 1)))(x, w)
+        mapped = jax.vmap(ring)(np.stack([x, 2 * x]), np.stack([w, w]))
+    assert_close(results, expected, "float32", 4)
+    assert_close(mapped, [np.stack([result, 2 * result])], "float32")
+
+
+def test_what_is_handed_out_is_whole() -> None:
+    """A gathered value that is needed beside the dots is put together of the pieces."""
+
+    def body(x: Any, w: Any) -> Any:
+        whole = jax.lax.all_gather(x, "x", tiled=True)
+        return whole @ w, jnp.sin(whole)
+
+    x = np.random.default_rng(3).normal(size=(2, 16, 4)).astype(np.float32)
+    w = np.ones((2, 4, 5), np.float32)
+    with spmd.only_schedule(in_turn(4)):
+        product, sines = as_ring(jitted(body, 2, 2))(x, w)
+    whole = x.reshape(32, 4).astype("float64")
+    np.testing.assert_allclose(np.asarray(sines), np.stack([np.sin(whole)] * 2), rtol=1e-6)
+    expected = np.stack([whole @ np.ones((4, 5))] * 2)
+    np.testing.assert_allclose(np.asarray(product), expected, rtol=1e-5, atol=1e-5)
+
+
+def chain_of(name: str, axis_size: int, block: int, dtype: str) -> Any:
+    avals = [jax.ShapeDtypeStruct(shape, dtype) for shape in PATTERNS[name].shapes(axis_size, block)]
+    flow, (match,) = bodies.matched(PATTERNS[name].body, *avals, axis_size=axis_size)
+    assert isinstance(match.found, tuple)
+    return flow, match.found[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "proposed", "searched"),
+    [
+        ("gather_free", 64, {"2 all_gathers in turn", "4 all_gathers in turn"}, set()),
+        # A quarter of a block would be less than a tile.
+        ("gather_free", 32, {"2 all_gathers in turn"}, set()),
+        # Nine columns are no strips; rows of a contracting dim would be sums.
+        ("gather_contracting", 64, set(), set()),
+        ("gather_untiled", 64, set(), set()),
+        # Three dots.
+        ("gather_of_three_dots", 64, set(), set()),
+        ("scatter", 64, set(), set()),
+        ("psum", 512, {"8 all_reduces in turn", "16 all_reduces in turn"}, set()),
+        ("psum", 64, set(), set()),
+    ],
+)
+def test_where_it_is_tried(name: str, block: int, proposed: set[str], searched: set[str]) -> None:
+    flow, chain = chain_of(name, 4, block, "float32")
+    found = {
+        thorough: {
+            str(s)
+            for s in candidates(flow, chain, Axis(by_name("tpu_7x"), 4), thorough=thorough)
+            if s.route in ("all_gather", "all_reduce")
+        }
+        for thorough in (False, True)
+    }
+    assert found == {False: proposed, True: proposed | searched}
+    elsewhere = candidates(flow, chain, Axis(by_name("tpu_v5p"), 4), thorough=True)
+    assert all(s.route == "ring" for s in elsewhere)
+
+
+SCRIPT = """
+import json
+import jax, jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from cost_model import Topology, by_name
+from overlap import overlap_collectives, tpu_target
+from overlap.hlo import parse
+from overlap.hlo.simulate import simulate
+import numpy as np
+
+devices = np.array(tpu_target.devices("tpu7x:2x2x1"))
+mesh, hardware = Mesh(devices, ("x",)), by_name("tpu_7x")
+
+def gather_free(x, w):
+    return lax.all_gather(x, "x", tiled=True) @ w
+
+def gather_contracting(x, w):
+    return x @ lax.all_gather(w, "x", tiled=True)
+
+def psum(x, w):
+    return lax.psum(x @ w, "x")
+
+CASES = {
+    "gather_free": (gather_free, (4096, 8192), (8192, 20480), (P("x"), P(None, "x")), P(None, "x")),
+    "gather_contracting": (gather_contracting, (16384, 8192), (8192, 16384), (P("x"), P("x")), P("x")),
+    "psum": (psum, (16384, 16384), (16384, 8192), (P(None, "x"), P("x")), P()),
+}
+found = {}
+for name, (body, x, w, ins, outs) in CASES.items():
+    function = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=outs))
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip((x, w), ins)
+    ]
+    decorated = overlap_collectives(function)
+    (site,) = decorated.explain(*arguments).sites
+    times = []
+    for run in (function, decorated):
+        text = run.lower(*arguments).compile().as_text()
+        timeline = simulate(parse(text), hardware, Topology.from_devices(devices, hardware))
+        times.append((timeline.total_s, timeline.exposed_s))
+    found[name] = (site.schedule, *times)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(tpu_target.missing() is not None, reason=str(tpu_target.missing()))
+def test_sparse_cores_work_beside_the_dots() -> None:
+    """What `Hardware.offloaded` says of TPU7x, by its compiler: alone a collective is waited for."""
+    found = told_by(SCRIPT)
+    assert "all_gathers in turn" in found["gather_free"][0]
+    assert "all_gathers in turn, cut across" in found["gather_contracting"][0]
+    assert "all_reduces in turn" in found["psum"][0]
+    for original, ours in ((row[1], row[2]) for row in found.values()):
+        assert ours[0] < 0.9 * original[0]
+        assert ours[1] < 0.7 * original[1]
