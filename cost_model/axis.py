@@ -46,6 +46,12 @@ class Axis:
         orders, walks = ring_orders(topology, groups), ring_walks(topology, groups)
         return cls(hardware, len(groups[0]), topology, groups, orders, walks)
 
+    @property
+    def within_domain(self) -> bool:
+        """Whether no group leaves its slice (of GPUs: its NVLink domain)."""
+        places = () if self.topology is None else self.topology.places
+        return all(len({places[number].domain for number in group}) == 1 for group in self.groups if places)
+
     def all_gather_s(self, full_bytes: float) -> float:
         """Seconds to gather an array of `full_bytes` from its shards."""
         if self.topology is None:

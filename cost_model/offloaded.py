@@ -39,6 +39,11 @@ CUTTING: Final = 1.3
 """The same of cutting strips out of what travels."""
 
 
+def is_offloaded(collective: Offloaded, axis: Axis) -> bool:
+    """Whether another core runs this collective, of these devices: not what goes between slices."""
+    return collective in axis.hardware.offloaded and axis.within_domain
+
+
 def counts(size: int, grain: int, *, few: bool = False) -> Iterator[int]:
     """Into how many equal pieces, of multiples of `grain`, a dim of so many elements is worth cutting."""
     equal = [pieces for pieces in (FEW_IN_TURN if few else IN_TURN) if size % (pieces * grain) == 0]

@@ -15,7 +15,7 @@ from cost_model.dtypes import dtype_bytes, parse_dtype
 from cost_model.exchange import exchange_estimate
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
-from cost_model.offloaded import LEAST_ROWS, counts, in_words, offloaded_estimate
+from cost_model.offloaded import LEAST_ROWS, counts, in_words, is_offloaded, offloaded_estimate
 from cost_model.pipeline import pipeline_estimate
 from cost_model.ring import Cut, Estimate, RingWork, estimate
 from cost_model.tile import LANES, tile_rows
@@ -402,12 +402,12 @@ def _all(chain: PlainChain, axis: Axis) -> Iterator[Form]:
 def _offloaded(chain: PlainChain, axis: Axis, unit: int) -> Iterator[Form]:
     """The ways by collectives in turn that another core of the chip runs."""
     size = 0 if chain.free is None else getattr(chain.dots[0].matmul, chain.free)
-    if chain.pattern == "dot_psum" and "all_reduce" in axis.hardware.offloaded:
+    if chain.pattern == "dot_psum" and is_offloaded("all_reduce", axis):
         for pieces in counts(unit * axis.size, LEAST_ROWS):
             yield Form(route="all_reduce", chains=pieces)
         for pieces in counts(size, LANES) if size else ():
             yield Form(route="all_reduce", chains=pieces, across=True)
-    elif chain.pattern == "all_gather_dot" and "all_gather" in axis.hardware.offloaded:
+    elif chain.pattern == "all_gather_dot" and is_offloaded("all_gather", axis):
         if size:
             for pieces in counts(size, LANES):
                 yield Form(route="all_gather", chains=pieces, across=True)

@@ -68,13 +68,13 @@ def _gather(
     dim = chain.blocked[chain.wire] if strips is None else strips.dim
     unit = divisions(flow, chain) if strips is None else wire.shape[dim]
     arrived = []
-    parts = pieces_of(chain, schedule, unit)
-    for part in parts:
+    divided = pieces_of(chain, schedule, unit)
+    for part in divided:
         # The own dot of sums reads a block that is cut out first; begun before, it would wait with the rest.
         arrived.append(turns.swap(cut(wire, dim, part), at_once=strips is None))
     results = take_in(flow, chain, {chain.wire: wire}, here, read, {})
     if strips is None:
-        for part, piece in zip(parts, arrived, strict=True):
+        for part, piece in zip(divided, arrived, strict=True):
             there = Piece(turns.places, 1, part)
             results = take_in(flow, chain, {chain.wire: piece}, there, read, results)
     else:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 from cost_model import Axis
-from cost_model.offloaded import LEAST_ROWS, MOST_DOTS, counts
+from cost_model.offloaded import LEAST_ROWS, MOST_DOTS, counts, is_offloaded
 from cost_model.plain_chain import COLUMNS, LEAST_COLUMN, MOST_PIECES, cuts
 from cost_model.tile import LANES
 from passes import shims
@@ -104,9 +104,8 @@ def _offloaded(
     flow: Dataflow, chain: Chain, axis: Axis, unit: int, *, thorough: bool
 ) -> Iterator[RingSchedule]:
     """The ways by collectives in turn that another core of the chip runs: see `cost_model.offloaded`."""
-    offloaded = axis.hardware.offloaded
     if isinstance(chain, DotPsum):
-        if "all_reduce" not in offloaded or chain.gather is not None:
+        if not is_offloaded("all_reduce", axis) or chain.gather is not None:
             return
         base = RingSchedule(directions=1, route="all_reduce")
         for pieces in counts(unit * chain.collective.axis_size, LEAST_ROWS):
@@ -115,7 +114,7 @@ def _offloaded(
             result = flow.avals[flow.ops[chain.collective.op].outputs[0]]
             for pieces in counts(result.shape[cut.result_dim], LANES):
                 yield dataclasses.replace(base, chains=pieces, across=True)
-    elif isinstance(chain, AllGatherDot) and "all_gather" in offloaded and goes_by_all_gathers(chain):
+    elif isinstance(chain, AllGatherDot) and is_offloaded("all_gather", axis) and goes_by_all_gathers(chain):
         base = RingSchedule(directions=1, route="all_gather")
         if (cut := across(flow, chain)) is not None:
             for pieces in counts(flow.avals[chain.wire].shape[cut.dim], LANES):

@@ -28,7 +28,7 @@ from tests.passes.ring_patterns import PATTERNS, arguments, as_ring, assert_clos
 
 BLOCK = 9
 MOST = {"gather": 3, "scatter": 3, "psum": 6}
-SUMS = ("gather_contracting", "gather_untiled")
+ACROSS = ("gather_contracting", "gather_untiled", "psum")
 
 
 def in_turn(pieces: int, *, across: bool = False) -> RingSchedule:
@@ -42,7 +42,7 @@ def cases() -> Iterator[Any]:
             continue
         for pieces in range(1, MOST[kind] + 1):
             for axis_size in (2, 4) if kind == "psum" else (2,):
-                for across in (False, True) if name in SUMS and pieces > 1 else (False,):
+                for across in (False, True) if name in ACROSS and pieces > 1 else (False,):
                     if pieces > 1 and not (pattern.tiled or across):
                         continue
                     label = f"{name}-{pieces}-{axis_size}{'-across' * across}"
@@ -76,6 +76,7 @@ def test_values(name: str, axis_size: int, schedule: RingSchedule, dtype: str, c
         ("gather_contracting", 2, in_turn(3, across=True)),
         ("scatter", 2, in_turn(3)),
         ("psum", 4, in_turn(4)),
+        ("psum", 4, in_turn(3, across=True)),
     ],
 )
 def test_gradients_and_vmap(name: str, axis_size: int, schedule: RingSchedule, check_vma: bool) -> None:

@@ -1,0 +1,80 @@
+"""Collectives that another core runs: which, in how many pieces, and what they take."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from cost_model import Axis, Topology, by_name
+from cost_model.offloaded import counts, in_words, is_offloaded
+from cost_model.plain_chain import Form, chain_of, forms, price
+from cost_model.topology import Place
+
+TPU7X = by_name("tpu_7x")
+AXIS = Axis(TPU7X, 8)
+
+
+@given(st.integers(1, 1 << 16), st.sampled_from([1, 16, 128]), st.booleans())
+def test_pieces_are_equal_and_of_whole_grains(size: int, grain: int, few: bool) -> None:
+    found = list(counts(size, grain, few=few))
+    assert len(found) == len(set(found)) <= 2
+    assert all(size % (pieces * grain) == 0 and (2 if few else 8) <= pieces <= 16 for pieces in found)
+    if size % (8 * grain) == 0:
+        assert found
+
+
+def test_words() -> None:
+    assert in_words("all_gather", 1, across=False) == "1 all_gather"
+    assert in_words("all_reduce", 16, across=True) == "16 all_reduces in turn, cut across"
+    assert str(Form(route="all_gather", chains=4)) == "4 all_gathers in turn"
+
+
+def topology(domains: int) -> Topology:
+    """Four chips of two devices, in so many slices."""
+    places = [
+        Place(domain, (chip,), core)
+        for domain in range(domains)
+        for chip in range(4 // domains)
+        for core in range(2)
+    ]
+    return Topology(TPU7X, "by hand", tuple(places), (4 // domains,), (False,))
+
+
+def test_what_leaves_a_slice_is_not_offloaded() -> None:
+    assert is_offloaded("all_gather", AXIS) and is_offloaded("all_reduce", AXIS)
+    assert not is_offloaded("all_gather", Axis(by_name("tpu_v5p"), 8))
+    one, two = (Axis.of(topology(n), (tuple(range(8)),)) for n in (1, 2))
+    assert is_offloaded("all_gather", one) and not is_offloaded("all_gather", two)
+    within = Axis.of(topology(2), ((0, 1, 2, 3), (4, 5, 6, 7)))
+    assert is_offloaded("all_gather", within)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "options"),
+    [("all_gather_dot", {}), ("all_gather_dot", {"cut": "k", "operand": "rhs"}), ("dot_psum", {})],
+)
+def test_between_the_limit_and_one_after_the_other(pattern: str, options: dict[str, str]) -> None:
+    chain = chain_of(pattern, 16384, 8192, 16384, **options)  # type: ignore[arg-type]
+    found = [form for form in forms(chain, AXIS) if form.route != "ring"]
+    assert found
+    for form in found:
+        priced = price(chain, form, AXIS)
+        assert max(priced.hops_s, priced.partials_s - 1e-12) <= priced.overlapped_s
+        assert priced.overlapped_s < priced.partials_s + priced.hops_s
+        assert priced.original_s == pytest.approx(price(chain, Form(), AXIS).original_s)
+        # What a gather's strips make is put together at the end; a psum's pieces need less than the whole.
+        assert priced.added_bytes < (2 * 16384 * 16384 if pattern == "all_gather_dot" else 0)
+
+
+def test_no_other_chip_has_such_forms() -> None:
+    chain = chain_of("dot_psum", 16384, 8192, 16384)
+    elsewhere = Axis(dataclasses.replace(TPU7X, offloaded=("all_gather",)), 8)
+    assert all(form.route == "ring" for form in forms(chain, elsewhere))
+
+
+def test_only_known_collectives_can_be_offloaded() -> None:
+    with pytest.raises(ValueError, match=r"'tpu_7x': offloaded names collectives of .*, not \['permute'\]"):
+        dataclasses.replace(TPU7X, offloaded=("permute",))
