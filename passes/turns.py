@@ -102,7 +102,7 @@ class Turns:
             if not self._barriers:
                 value = _behind(value, self.places.nothing_of(self.arrived[-1] if self.arrived else value))
             elif self.arrived:
-                value, self.arrived[-1] = tie(value, self.arrived[-1])
+                value, self.arrived[-1] = self._tied(value, self.arrived[-1])
             results = primitive.bind(value, **primitive.get_bind_params(op.params))
             self.arrived.append(results[0] if primitive.multiple_results else results)
 
@@ -110,7 +110,7 @@ class Turns:
         """The values, for which the one that arrived last is made to wait, where barriers hold."""
         if not self._barriers:
             return values
-        self.arrived[-1], *held = tie(self.arrived[-1], *values)
+        self.arrived[-1], *held = self._tied(self.arrived[-1], *values)
         return tuple(held)
 
     def nothing_of(self, value: Any) -> Any:
@@ -119,6 +119,20 @@ class Turns:
             return None
         with self.scope():
             return self.places.nothing_of(value)
+
+    def _tied(self, *values: Any) -> tuple[Any, ...]:
+        """The values behind one barrier, of the types that they have: jax 0.10 joins what they vary over.
+
+        What gives them back their types cannot be differentiated, so there such values are not held up.
+        """
+        before = [shims.varying_axes(jax.typeof(value)) for value in values]
+        if self._flow.differentiable and len(set(before)) > 1:
+            return values
+        joined = [
+            (value, shims.varying_axes(jax.typeof(value)) - axes)
+            for value, axes in zip(tie(*values), before, strict=True)
+        ]
+        return tuple(shims.as_invarying(value, sorted(more)) if more else value for value, more in joined)
 
     @property
     def _names(self) -> tuple[str, ...]:

@@ -69,6 +69,25 @@ def test_values(name: str, axis_size: int, schedule: RingSchedule, dtype: str, c
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("schedule", [in_turn(4), in_turn(3, across=True)], ids=str)
+def test_sums_behind_barriers(schedule: RingSchedule, check_vma: bool) -> None:
+    """As on a TPU: elements of two bytes are no words whose bits could be waited for."""
+    pattern = PATTERNS["psum"]
+    x, w = arguments(pattern.shapes(4, BLOCK), 4, "bfloat16")
+    function = jitted(pattern.body, 2, 4, check_vma=check_vma)
+    with spmd.only_schedule(schedule):
+        ring = as_ring(function)
+        result = ring(x, w)
+        slopes = jax.jit(jax.grad(lambda x, w: ring(x, w).astype("float32").sum(), (0, 1)))(x, w)
+    assert_close(result, exact(pattern, (x, w)), "bfloat16")
+    expected = jax.grad(lambda x, w: function(x, w).astype("float32").sum(), (0, 1))(x, w)
+    for found, slope in zip(slopes, expected, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(found, "float32"), np.asarray(slope, "float32"), rtol=0.02, atol=0.02
+        )
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize(
     ("name", "axis_size", "schedule"),
     [
