@@ -282,3 +282,28 @@ def assert_close(results: Any, references: list[Any], arguments_dtype: str, roun
             atol=2 * unit * scale,
             err_msg=str(result.dtype),
         )
+
+
+def assert_gradients_and_vmap(
+    name: str, axis_size: int, block: int, schedule: RingSchedule, *, check_vma: bool
+) -> None:
+    """Of a pattern's program of two arguments with this schedule: as those of float64, as written."""
+    pattern = PATTERNS[name]
+    given = arguments(pattern.shapes(axis_size, block), axis_size, "float32")
+    (result,) = exact(pattern, given)
+    weights = np.random.default_rng(5).normal(size=result.shape).astype(np.float32)
+    function = jitted(pattern.body, 2, axis_size, check_vma=check_vma)
+
+    def loss(run: Any) -> Any:
+        return lambda x, w: (weights * run(x, w)).sum()
+
+    with jax.enable_x64(True):
+        expected = jax.grad(loss(function), (0, 1))(*(jnp.asarray(each, "float64") for each in given))
+        expected = [np.asarray(each) for each in expected]
+    x, w = given
+    with spmd.only_schedule(schedule):
+        ring = as_ring(function)
+        results = jax.jit(jax.grad(loss(ring), (0, 1)))(x, w)
+        mapped = jax.vmap(ring)(np.stack([x, 2 * x]), np.stack([w, w]))
+    assert_close(results, expected, "float32", 4)
+    assert_close(mapped, [np.stack([result, 2 * result])], "float32")

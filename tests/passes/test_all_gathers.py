@@ -16,7 +16,15 @@ from passes.candidates import candidates
 from passes.schedule import RingSchedule
 from tests.passes import bodies, spmd
 from tests.passes.hop_count import hops
-from tests.passes.ring_patterns import PATTERNS, arguments, as_ring, assert_close, exact, jitted
+from tests.passes.ring_patterns import (
+    PATTERNS,
+    arguments,
+    as_ring,
+    assert_close,
+    assert_gradients_and_vmap,
+    exact,
+    jitted,
+)
 from tests.passes.tpu_process import told_by
 
 BLOCK = 9
@@ -68,26 +76,7 @@ def test_values(name: str, axis_size: int, schedule: RingSchedule, dtype: str, c
     ],
 )
 def test_gradients_and_vmap(name: str, schedule: RingSchedule, check_vma: bool) -> None:
-    """Against those of the program as written, in float64."""
-    pattern, axis_size = PATTERNS[name], 2
-    given = arguments(pattern.shapes(axis_size, BLOCK), axis_size, "float32")
-    (result,) = exact(pattern, given)
-    weights = np.random.default_rng(5).normal(size=result.shape).astype(np.float32)
-    function = jitted(pattern.body, 2, axis_size, check_vma=check_vma)
-
-    def loss(run: Any) -> Any:
-        return lambda x, w: (weights * run(x, w)).sum()
-
-    with jax.enable_x64(True):
-        expected = jax.grad(loss(function), (0, 1))(*(jnp.asarray(each, "float64") for each in given))
-        expected = [np.asarray(each) for each in expected]
-    x, w = given
-    with spmd.only_schedule(schedule):
-        ring = as_ring(function)
-        results = jax.jit(jax.grad(loss(ring), (0, 1)))(x, w)
-        mapped = jax.vmap(ring)(np.stack([x, 2 * x]), np.stack([w, w]))
-    assert_close(results, expected, "float32", 4)
-    assert_close(mapped, [np.stack([result, 2 * result])], "float32")
+    assert_gradients_and_vmap(name, 2, BLOCK, schedule, check_vma=check_vma)
 
 
 def test_what_is_handed_out_is_whole() -> None:

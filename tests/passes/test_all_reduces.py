@@ -24,7 +24,15 @@ from passes.schedule import RingSchedule
 from passes.turns import pieces_of, shares
 from tests.passes import bodies, spmd
 from tests.passes.hop_count import hops
-from tests.passes.ring_patterns import PATTERNS, arguments, as_ring, assert_close, exact, jitted
+from tests.passes.ring_patterns import (
+    PATTERNS,
+    arguments,
+    as_ring,
+    assert_close,
+    assert_gradients_and_vmap,
+    exact,
+    jitted,
+)
 
 BLOCK = 9
 MOST = {"gather": 3, "scatter": 3, "psum": 6}
@@ -99,25 +107,7 @@ def test_sums_behind_barriers(schedule: RingSchedule, check_vma: bool) -> None:
     ],
 )
 def test_gradients_and_vmap(name: str, axis_size: int, schedule: RingSchedule, check_vma: bool) -> None:
-    """Against those of the program as written, in float64."""
-    pattern = PATTERNS[name]
-    x, w = arguments(pattern.shapes(axis_size, BLOCK), axis_size, "float32")
-    (result,) = exact(pattern, (x, w))
-    weights = np.random.default_rng(5).normal(size=result.shape).astype(np.float32)
-    function = jitted(pattern.body, 2, axis_size, check_vma=check_vma)
-
-    def loss(run: Any) -> Any:
-        return lambda x, w: (weights * run(x, w)).sum()
-
-    with jax.enable_x64(True):
-        expected = jax.grad(loss(function), (0, 1))(*(jnp.asarray(each, "float64") for each in (x, w)))
-        expected = [np.asarray(each) for each in expected]
-    with spmd.only_schedule(schedule):
-        ring = as_ring(function)
-        results = jax.jit(jax.grad(loss(ring), (0, 1)))(x, w)
-        mapped = jax.vmap(ring)(np.stack([x, 2 * x]), np.stack([w, w]))
-    assert_close(results, expected, "float32", 4)
-    assert_close(mapped, [np.stack([result, 2 * result])], "float32")
+    assert_gradients_and_vmap(name, axis_size, BLOCK, schedule, check_vma=check_vma)
 
 
 def per_device(f: Any, devices: int = 2) -> Any:
