@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 from cost_model.axis import Axis
 from cost_model.matmul import Matmul, matmul_s
 from cost_model.pipeline import last_gather_s
-from cost_model.plain_chain import Form, PlainChain, forms, gather_after, pays, price, works
+from cost_model.plain_chain import Form, PlainChain, forms, gather_after, pays, piece_in_turn, price, works
 from cost_model.ring import Estimate
 
 Bound = Literal["compute", "memory", "bandwidth", "latency", "nothing"]
@@ -325,15 +325,11 @@ def _candidate(chain: PlainChain, form: Form, axis: Axis) -> Candidate:
 def _in_turn(chain: PlainChain, form: Form, priced: Estimate) -> Candidate:
     """Pieces that go by collectives in turn: as many steps, and a hop each."""
     dots_s, hop_s = priced.partials_s / form.chains, priced.hops_s / form.chains
-    share = Fraction(1, form.chains)
     first_s, last_s = (0.0, dots_s) if chain.gathers else (dots_s, 0.0)
     return Candidate(
         form=form,
         estimate=priced,
-        partials=tuple(
-            dot.piece(Fraction(1), (chain.free, share)) if form.across and chain.free else dot.piece(share)
-            for dot in chain.dots
-        ),
+        partials=piece_in_turn(chain, form, chain.dots),
         steps=form.chains,
         hops=form.chains,
         step_dots_s=dots_s,

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from cost_model.dtypes import parse_dtype
 
@@ -14,8 +14,8 @@ SCHEMA = 1
 LEAST_GAIN: Final = 0.05
 """`Hardware.least_gain` where nothing is known of the errors of predictions."""
 
-
-OFFLOADABLE: Final = ("all_gather", "all_reduce")
+Offloaded = Literal["all_gather", "all_reduce"]
+OFFLOADABLE: Final[tuple[Offloaded, ...]] = get_args(Offloaded)
 """What `Hardware.offloaded` may name."""
 
 

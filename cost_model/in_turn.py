@@ -60,7 +60,6 @@ def in_turn_estimate(
     wire_s, last_s = before_s, 0.0
     if not hardware.overlaps:
         busy_s = before_s + own_s + sum(pieces_s) + sum(hops_s) + sum(placing_s)
-        wire_s = 0.0
     elif pattern == "gather":
         busy_s = before_s + own_s
         for piece_s, hop_s, place_s in zip(pieces_s, hops_s, placing_s, strict=True):

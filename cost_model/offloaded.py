@@ -8,14 +8,13 @@ each has the dots of another.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final, Literal
+from typing import Final
 
 from cost_model.axis import Axis
+from cost_model.hardware import Offloaded
 from cost_model.in_turn import in_turn_estimate
 from cost_model.matmul import Matmul
 from cost_model.ring import Estimate, wholes_s
-
-Offloaded = Literal["all_gather", "all_reduce"]
 
 IN_TURN: Final = range(8, 17)
 """Of how many pieces one tries the least and the most that are equal: nothing hides the first one's

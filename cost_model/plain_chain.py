@@ -319,9 +319,6 @@ def price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
 def _offloaded_price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
     """The price of pieces that go by collectives in turn."""
     assert form.route != "ring"
-    piece, second = Fraction(1, form.chains), None
-    if form.across and chain.free is not None:
-        piece, second = Fraction(1), (chain.free, piece)
     dots = chain.multiplied(axis) if chain.gathers else chain.dots
     return offloaded_estimate(
         form.route,
@@ -329,10 +326,18 @@ def _offloaded_price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
         across=form.across,
         moved_bytes=chain.wire_bytes(axis) if chain.gathers else chain.moved_bytes,
         matmuls=tuple(dot.matmul for dot in dots),
-        piece=tuple(dot.piece(piece, second) for dot in dots),
+        piece=piece_in_turn(chain, form, dots),
         as_written=price(chain, Form(), axis),
         axis=axis,
     )
+
+
+def piece_in_turn(chain: PlainChain, form: Form, dots: tuple[PlainDot, ...]) -> tuple[Matmul, ...]:
+    """One piece of each of the chain's dots, where pieces go by collectives in turn."""
+    share = Fraction(1, form.chains)
+    if form.across and chain.free is not None:
+        return tuple(dot.piece(Fraction(1), (chain.free, share)) for dot in dots)
+    return tuple(dot.piece(share) for dot in dots)
 
 
 def gather_after(chain: PlainChain, axis: Axis) -> Estimate:

@@ -130,7 +130,7 @@ def _psum(flow: Dataflow, chain: DotPsum, schedule: RingSchedule, read: Read, tu
     strips = across(flow, chain.scatter) if schedule.across else None
     dim = chain.collective.dim if strips is None else strips.result_dim
     last = None
-    for piece, read_piece in _pieces_of_sum(flow, chain, schedule, read, turns.places):
+    for piece, read_piece in _pieces_of_sum(flow, chain, schedule, strips, read, turns.places):
         later = dataclasses.replace(piece, later=turns.nothing_of(last))
         last = _sum_of(flow, chain.scatter, later, read_piece, widened)
         with turns.scope():
@@ -142,10 +142,14 @@ def _psum(flow: Dataflow, chain: DotPsum, schedule: RingSchedule, read: Read, tu
 
 
 def _pieces_of_sum(
-    flow: Dataflow, chain: DotPsum, schedule: RingSchedule, read: Read, places: Places
+    flow: Dataflow,
+    chain: DotPsum,
+    schedule: RingSchedule,
+    strips: Across | None,
+    read: Read,
+    places: Places,
 ) -> Iterator[tuple[Piece, Read]]:
     """The pieces of a psum's operand, and what gives the dot's operands for each."""
-    strips = across(flow, chain.scatter) if schedule.across else None
     if strips is not None:
         (dot,) = chain.scatter.dots
         sliced = flow.ops[dot.op].inputs[strips.operand]

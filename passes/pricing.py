@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -46,11 +47,12 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
             axis.all_gather_s(total_bytes), copy_s=2 * total_bytes / axis.hardware.hbm_bytes_per_s
         )
         work_of_scatter = scatter_work(flow, chain.scatter, axis)
+        psum_as_written = functools.cache(lambda: before(_ANY) + gather)
 
         def psum(schedule: RingSchedule) -> Estimate:
             if schedule.route == "all_reduce":
                 if "all_reduce" in axis.hardware.offloaded:
-                    return _offloaded(flow, chain, schedule, axis, before(_ANY) + gather)
+                    return _offloaded(flow, chain, schedule, axis, psum_as_written())
                 return _in_turn(flow, chain, schedule, axis)
             if schedule.columns == 1:
                 return before(schedule) + gather
@@ -68,6 +70,7 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
         return lambda schedule: exchange
     works = gather_work if isinstance(chain, AllGatherDot) else scatter_work
     work_of: WorkOf = works(flow, chain, axis)  # type: ignore[arg-type]
+    as_written = functools.cache(lambda: estimate(work_of(_ANY), axis))
     added_s = 0.0
     for reduction in chain.reductions if isinstance(chain, AllGatherDot) else ():
         reduced = flow.avals[flow.ops[reduction.op].outputs[0]]
@@ -77,7 +80,7 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
         if schedule.route == "all_reduce":
             priced = _in_turn(flow, chain, schedule, axis)
         elif schedule.route == "all_gather":
-            priced = _offloaded(flow, chain, schedule, axis, estimate(work_of(_ANY), axis))
+            priced = _offloaded(flow, chain, schedule, axis, as_written())
         else:
             priced = estimate(work_of(schedule), axis)
         return dataclasses.replace(priced, overlapped_s=priced.overlapped_s + added_s) if added_s else priced

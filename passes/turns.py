@@ -90,7 +90,7 @@ class Turns:
         """
         with self.scope():
             if self.arrived or not at_once:
-                value = _behind(value, self.places.nothing_of(self.arrived[-1] if self.arrived else value))
+                value = self._next(value)
             self.arrived.append(_swapped(value, self._names))
         return self.arrived[-1]
 
@@ -100,7 +100,7 @@ class Turns:
         primitive = op.eqn.primitive
         with self.scope():
             if not self._barriers:
-                value = _behind(value, self.places.nothing_of(self.arrived[-1] if self.arrived else value))
+                value = self._next(value)
             elif self.arrived:
                 value, self.arrived[-1] = self._tied(value, self.arrived[-1])
             results = primitive.bind(value, **primitive.get_bind_params(op.params))
@@ -119,6 +119,10 @@ class Turns:
             return None
         with self.scope():
             return self.places.nothing_of(value)
+
+    def _next(self, value: Any) -> Any:
+        """The value behind what arrived last, or one operation after itself, by data."""
+        return _behind(value, self.places.nothing_of(self.arrived[-1] if self.arrived else value))
 
     def _tied(self, *values: Any) -> tuple[Any, ...]:
         """The values behind one barrier, of the types that they have: jax 0.10 joins what they vary over.

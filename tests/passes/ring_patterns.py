@@ -284,6 +284,23 @@ def assert_close(results: Any, references: list[Any], arguments_dtype: str, roun
         )
 
 
+def assert_values(
+    name: str, axis_size: int, block: int, schedule: RingSchedule, dtype: str, *, check_vma: bool
+) -> Any:
+    """Of a pattern's program with this schedule: those of the float64 reference. Gives its jaxpr."""
+    pattern = PATTERNS[name]
+    given = arguments(pattern.shapes(axis_size, block), axis_size, dtype)
+    function = jitted(pattern.body, len(given), axis_size, check_vma=check_vma)
+    with spmd.only_schedule(schedule):
+        ring = as_ring(function)
+        (site,) = ring.explain(*given).sites
+        results = ring(*given)
+        jaxpr = jax.make_jaxpr(ring)(*given)
+    assert site.rewritten and site.schedule == str(schedule)
+    assert_close(results, exact(pattern, given), dtype)
+    return jaxpr
+
+
 def assert_gradients_and_vmap(
     name: str, axis_size: int, block: int, schedule: RingSchedule, *, check_vma: bool
 ) -> None:

@@ -18,11 +18,9 @@ from tests.passes import bodies, spmd
 from tests.passes.hop_count import hops
 from tests.passes.ring_patterns import (
     PATTERNS,
-    arguments,
     as_ring,
-    assert_close,
     assert_gradients_and_vmap,
-    exact,
+    assert_values,
     jitted,
 )
 from tests.passes.tpu_process import told_by
@@ -51,18 +49,9 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16"])
 @pytest.mark.parametrize(("name", "axis_size", "schedule"), list(cases()))
 def test_values(name: str, axis_size: int, schedule: RingSchedule, dtype: str, check_vma: bool) -> None:
-    pattern = PATTERNS[name]
-    given = arguments(pattern.shapes(axis_size, BLOCK), axis_size, dtype)
-    function = jitted(pattern.body, len(given), axis_size, check_vma=check_vma)
-    with spmd.only_schedule(schedule):
-        ring = as_ring(function)
-        (site,) = ring.explain(*given).sites
-        results = ring(*given)
-        jaxpr = jax.make_jaxpr(ring)(*given)
-    assert site.rewritten and site.schedule == str(schedule)
+    jaxpr = assert_values(name, axis_size, BLOCK, schedule, dtype, check_vma=check_vma)
     assert not hops(jaxpr, "ppermute")
     assert hops(jaxpr, "all_gather") == schedule.chains
-    assert_close(results, exact(pattern, given), dtype)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

@@ -30,6 +30,7 @@ from tests.passes.ring_patterns import (
     as_ring,
     assert_close,
     assert_gradients_and_vmap,
+    assert_values,
     exact,
     jitted,
 )
@@ -61,19 +62,10 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
 @pytest.mark.parametrize(("name", "axis_size", "schedule"), list(cases()))
 def test_values(name: str, axis_size: int, schedule: RingSchedule, dtype: str, check_vma: bool) -> None:
-    pattern = PATTERNS[name]
-    given_arguments = arguments(pattern.shapes(axis_size, BLOCK), axis_size, dtype)
-    function = jitted(pattern.body, len(given_arguments), axis_size, check_vma=check_vma)
-    with spmd.only_schedule(schedule):
-        ring = as_ring(function)
-        (site,) = ring.explain(*given_arguments).sites
-        results = ring(*given_arguments)
-        jaxpr = jax.make_jaxpr(ring)(*given_arguments)
-    assert site.rewritten and site.schedule == str(schedule)
+    jaxpr = assert_values(name, axis_size, BLOCK, schedule, dtype, check_vma=check_vma)
     kept = ("ppermute", "all_gather", "all_gather_invariant", "reduce_scatter")
     assert not any(hops(jaxpr, primitive) for primitive in kept)
     assert sum(hops(jaxpr, primitive) for primitive in ("psum", "psum_invariant")) == schedule.chains
-    assert_close(results, exact(pattern, given_arguments), dtype)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
