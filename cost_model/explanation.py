@@ -15,8 +15,8 @@ from typing import Any, Final, Literal
 
 from cost_model.axis import Axis
 from cost_model.matmul import Matmul, matmul_s
-from cost_model.pipeline import last_gather_s
-from cost_model.plain_chain import Form, PlainChain, forms, gather_after, pays, piece_in_turn, price, works
+from cost_model.pipeline import gather_after, last_gather_s
+from cost_model.plain_chain import Form, PlainChain, forms, pays, piece_in_turn, price, works
 from cost_model.ring import Estimate
 
 Bound = Literal["compute", "memory", "bandwidth", "latency", "nothing"]
@@ -296,7 +296,7 @@ def _candidate(chain: PlainChain, form: Form, axis: Axis) -> Candidate:
     columns = 1 if work is None else work.columns
     steps, hops = axis.size * columns, (axis.size - 1) * columns
     # A psum's gather comes after its ring, or beside it in columns, and is no part of the steps.
-    gather = gather_after(chain, axis) if chain.pattern == "dot_psum" else None
+    gather = gather_after(chain.moved_bytes, axis) if chain.pattern == "dot_psum" else None
     gather_s = 0.0 if gather is None else gather.overlapped_s
     step_dots_s = (priced.partials_s - (0.0 if gather is None else gather.partials_s)) / steps
     alone_s = step_dots_s * columns

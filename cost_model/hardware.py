@@ -41,6 +41,7 @@ class Hardware:
         compilers were seen to keep it (of 64 or 128 MiB of VMEM), else half of that memory (L2).
       accumulator_on_chip_bytes: the largest partial sum that stays in that memory from one partial matmul to
         the next.
+      receives_on_chip: whether what collectives bring may arrive in that memory.
       fuses_additions: whether adding to a partial sum is part of the matmul that makes the addend.
       copy_overhead_s: fixed cost of every copy that a ring makes beside its matmuls.
       joining: how many times as long as elsewhere it takes to join pieces, and to take results apart again.
@@ -77,6 +78,7 @@ class Hardware:
     matmul_tile: tuple[int, int, int]
     on_chip_bytes: float
     accumulator_on_chip_bytes: float = 0.0
+    receives_on_chip: bool = True
     fuses_additions: bool = False
     copy_overhead_s: float = 0.0
     joining: float = 1.0

@@ -99,12 +99,13 @@ def offloaded_estimate(
     else:
         place_s = copied_s(results_bytes / pieces, PLACING)
         added_bytes += results_bytes / pieces
+    first_s = wholes_s(piece, hardware, hop_s if gathers else 0.0)
     return in_turn_estimate(
         "gather" if gathers else "psum",
         dot_s=as_written.dot_s,
         collective_s=as_written.collective_s,
         own_s=0.0,
-        pieces_s=[wholes_s(piece, hardware, hop_s if gathers else 0.0)] * pieces,
+        pieces_s=[first_s, *[wholes_s(piece, hardware, hop_s)] * (pieces - 1)],
         hops_s=[hop_s] * pieces,
         latency_s=pieces * whole_s(0.0),
         hardware=hardware,

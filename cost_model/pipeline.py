@@ -13,6 +13,40 @@ PLACING: Final = {False: 3.0, True: 1.5}
 of rows, and those of columns, by its own estimates (v4, v5e, v5p, v6e: 2.4 to 3.0, and 1.2 to 1.9)."""
 
 
+GATHERED: Final = {False: 2.6, True: 0.6}
+"""The same of the gathered shards of a psum in one column (v4: 1.8 to 2.7, v5p: 2.6 to 3.0, v5e and v6e: 2.4
+to 2.6), and of those that fit on chip (v5e, v6e: 0.5 to 0.7)."""
+
+SUM_ON_CHIP: Final = 0.6
+"""How much of what fits on chip a whole sum may be, where partial sums stay there at all (v6e: 53 MB)."""
+
+
+def gather_after(total_bytes: float, axis: Axis) -> Estimate:
+    """Prices the second half of a psum in one column: an all_gather, the same before and after.
+
+    After, its shards are copied to where they are needed. Where another core runs the original's all_reduce,
+    its sum is copied just so, which the original's time leaves out: then it is reading and writing it once
+    here, too.
+
+    Args:
+      total_bytes: of the whole sum.
+      axis: the devices.
+    """
+    hardware, gather_s, slowness = axis.hardware, axis.all_gather_s(total_bytes), 1.0
+    if hardware.network == "torus" and "all_reduce" not in hardware.offloaded:
+        sums_near = hardware.accumulator_on_chip_bytes > 0
+        slowness = GATHERED[sums_near and total_bytes <= SUM_ON_CHIP * hardware.on_chip_bytes]
+    copy_s = slowness * 2 * total_bytes / hardware.hbm_bytes_per_s
+    return Estimate(
+        dot_s=0.0,
+        collective_s=gather_s,
+        partials_s=copy_s,
+        hops_s=0.0,
+        hop_latency_s=0.0,
+        overlapped_s=gather_s + copy_s,
+    )
+
+
 def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, across: bool) -> Estimate:
     """Prices a psum whose blocks are cut into chunks.
 

@@ -16,7 +16,7 @@ from cost_model.exchange import exchange_estimate
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
 from cost_model.offloaded import LEAST_ROWS, counts, in_words, is_offloaded, offloaded_estimate
-from cost_model.pipeline import pipeline_estimate
+from cost_model.pipeline import gather_after, pipeline_estimate
 from cost_model.ring import Cut, Estimate, RingWork, estimate
 from cost_model.tile import LANES, tile_rows
 
@@ -313,7 +313,7 @@ def price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
     if chain.pattern == "dot_psum" and form.columns > 1:
         return pipeline_estimate(work, chain.moved_bytes, axis, across=form.across)
     priced = estimate(work, axis)
-    return priced + gather_after(chain, axis) if chain.pattern == "dot_psum" else priced
+    return priced + gather_after(chain.moved_bytes, axis) if chain.pattern == "dot_psum" else priced
 
 
 def _offloaded_price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
@@ -338,20 +338,6 @@ def piece_in_turn(chain: PlainChain, form: Form, dots: tuple[PlainDot, ...]) -> 
     if form.across and chain.free is not None:
         return tuple(dot.piece(Fraction(1), (chain.free, share)) for dot in dots)
     return tuple(dot.piece(share) for dot in dots)
-
-
-def gather_after(chain: PlainChain, axis: Axis) -> Estimate:
-    """The second half of a psum: an all_gather, the same before and after; after, its result is copied."""
-    gather_s = axis.all_gather_s(chain.moved_bytes)
-    copy_s = 2 * chain.moved_bytes / axis.hardware.hbm_bytes_per_s
-    return Estimate(
-        dot_s=0.0,
-        collective_s=gather_s,
-        partials_s=copy_s,
-        hops_s=0.0,
-        hop_latency_s=0.0,
-        overlapped_s=gather_s + copy_s,
-    )
 
 
 def pays(priced: Estimate, hardware: Hardware) -> bool:

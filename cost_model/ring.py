@@ -9,6 +9,7 @@ where they arise.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, fields
 from typing import Final, Literal
 
@@ -16,6 +17,7 @@ from cost_model.axis import Axis, Directions
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
+from cost_model.tile import LANES, placed_slowness
 
 LITTLE: Final = 1 / 16
 """Share of the room on chip that an operand of one step may take to be there, as compilers do it."""
@@ -189,8 +191,8 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
     """
     hardware = axis.hardware
     hops = axis.size - 1
-    copy_s = _copies_s(work, hardware, cut_out=cut_out)
-    near, held_bytes = _near(work, hardware)
+    copy_s = _copies_s(work, axis.size, hardware, cut_out=cut_out)
+    near, held_bytes = _near(work, axis.size, hardware)
     first_s = work.dots * _pieces_s(work, near, hardware, adds=False) + copy_s
     partial_s = work.dots * _pieces_s(work, near, hardware, adds=True) + copy_s
     add_s = work.apart_bytes / hardware.hbm_bytes_per_s
@@ -214,12 +216,14 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
     fetch_s = held_bytes / hardware.hbm_bytes_per_s if hardware.network == "torus" and not fetched else 0.0
     waited_s = max(0.0, fetch_s - max(0.0, step_s - add_s - partial_s))
 
+    waited_s += _brought_out_s(work, hardware)
     gathered = work.collective == "all_gather"
     collective_s = (axis.all_gather_s if gathered else axis.reduce_scatter_s)(
         axis.size * work.collective_shard_bytes
     )
     latency_s = work.chains * axis.step_s(0, work.directions, work.rings, walks=work.walks)
-    dot_s = wholes_s(work.matmuls, hardware, collective_s if gathered else 0.0)
+    sent = _sent_side(work, axis.size, *work.pairs[0]) if gathered and work.pairs else None
+    dot_s = wholes_s(work.matmuls, hardware, collective_s if gathered else 0.0, sent)
     if not hops:  # one device has nothing to wait for
         return Estimate(
             dot_s=dot_s,
@@ -252,14 +256,14 @@ def _buffers_bytes(work: RingWork, axis_size: int) -> float:
         if work.collective == "all_gather" and piece.k < whole.k:
             sums_bytes += whole.batch * whole.m * whole.n * dtype_bytes(work.accumulator)
         if work.cut != "dot":
-            cut_bytes += work.dots * _side_bytes(piece, _cut_side(work, piece, whole))
+            cut_bytes += work.dots * _side_bytes(piece, _cut_side(work, axis_size, piece, whole))
     in_columns = work.columns > 1
     shards_bytes = min(axis_size - 1, SHARDS_HELD) * work.shard_bytes
     blocks = axis_size if in_columns else 2
     return (shards_bytes + (2 if in_columns else 1) * sums_bytes) / work.columns + blocks * cut_bytes
 
 
-def _copies_s(work: RingWork, hardware: Hardware, *, cut_out: bool) -> float:
+def _copies_s(work: RingWork, axis_size: int, hardware: Hardware, *, cut_out: bool) -> float:
     """Seconds of the copies of one step, beside its dots and what is added to them."""
     slower = hardware.network == "torus"
     shard_bytes = work.shard_bytes / work.columns
@@ -273,7 +277,7 @@ def _copies_s(work: RingWork, hardware: Hardware, *, cut_out: bool) -> float:
         copied_bytes += slowness * (shard_bytes + sum(placed))
         copies += 1 + work.pieces * len(placed)
     if work.cut != "dot" and not cut_out:
-        sides = [(piece, _cut_side(work, piece, whole)) for piece, whole in work.pairs]
+        sides = [(piece, _cut_side(work, axis_size, piece, whole)) for piece, whole in work.pairs]
         blocks = [_side_bytes(piece, side) for piece, side in sides if side is not None]
         # All columns need the same blocks, and compilers cut them once.
         copied_bytes += (CUTTING if slower else 1.0) * work.dots * sum(blocks) / work.columns
@@ -285,27 +289,35 @@ Near = tuple[bool, bool]
 """Whether the left and the right operand are on chip before a dot starts."""
 
 
-def _near(work: RingWork, hardware: Hardware) -> tuple[tuple[Near, ...], float]:
+def _near(work: RingWork, axis_size: int, hardware: Hardware) -> tuple[tuple[Near, ...], float]:
     """What is on chip of every matmul's pieces, and the bytes of what all pieces share and is held there.
 
-    Held are the operands that all pieces share, if those fit together, and then what a dot cuts its blocks
+    Held are the operands that all pieces share, as many as fit together, and then what a dot cuts its blocks
     out of, if it fits well beside them. What was cut out before the dot is there, if it does, and so is what
     travels if it is little.
     """
-    shared = [piece.stationary(whole) for piece, whole in work.pairs]
-    held_bytes = sum(_side_bytes(piece, side) for piece, side in zip(work.piece, shared, strict=True))
-    if held_bytes > hardware.on_chip_bytes:
-        shared, held_bytes = [None] * len(shared), 0.0
+    shared: list[Side | None] = [piece.stationary(whole) for piece, whole in work.pairs]
+    held_bytes = 0.0
+    for number, (piece, side) in enumerate(zip(work.piece, shared, strict=True)):
+        if held_bytes + _side_bytes(piece, side) <= hardware.on_chip_bytes:
+            held_bytes += _side_bytes(piece, side)
+        else:
+            shared[number] = None
     beside_bytes = _beside_bytes(held_bytes, hardware)
     room_bytes = (hardware.on_chip_bytes - held_bytes) / 2
     found: list[Near] = []
     for (piece, whole), side in zip(work.pairs, shared, strict=True):
         near = {operand: side == operand or _side_bytes(piece, operand) <= beside_bytes for operand in _SIDES}
-        cut = _cut_side(work, piece, whole)
+        if work.collective == "all_gather" and not found and not hardware.receives_on_chip:
+            near[_sent_side(work, axis_size, piece, whole)] = False
+        cut = _cut_side(work, axis_size, piece, whole)
+        if piece.batch < whole.batch and work.collective == "all_gather":
+            cut = _OTHER[_sent_side(work, axis_size, piece, whole)]
         if cut is not None and hardware.network == "torus":
-            needed_bytes = _side_bytes(piece if work.cut != "dot" else whole, cut)
+            apart = work.cut != "dot" and piece.batch == whole.batch
+            needed_bytes = _side_bytes(piece if apart else whole, cut)
             near[cut] = needed_bytes <= room_bytes
-            if near[cut] and work.cut == "dot":
+            if near[cut] and not apart:
                 held_bytes += needed_bytes
                 room_bytes -= needed_bytes
         found.append((near["lhs"], near["rhs"]))
@@ -314,13 +326,14 @@ def _near(work: RingWork, hardware: Hardware) -> tuple[tuple[Near, ...], float]:
 
 Side = Literal["lhs", "rhs"]
 _SIDES: Final[tuple[Side, Side]] = ("lhs", "rhs")
+_OTHER: Final[dict[Side, Side]] = {"lhs": "rhs", "rhs": "lhs"}
 
 
 def _side_bytes(matmul: Matmul, side: Side | None) -> float:
     return 0.0 if side is None else matmul.lhs_bytes if side == "lhs" else matmul.rhs_bytes
 
 
-def _cut_side(work: RingWork, piece: Matmul, whole: Matmul) -> Side | None:
+def _cut_side(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul) -> Side | None:
     """Which operand does not travel, and is read block by block; None where there is none, or both are."""
     if piece.batch < whole.batch:
         return None
@@ -329,9 +342,16 @@ def _cut_side(work: RingWork, piece: Matmul, whole: Matmul) -> Side | None:
         return None if rows == columns == 1 else "lhs" if rows <= columns else "rhs"
     if piece.k == whole.k:
         return None
-    travels_bytes = work.shard_bytes / (work.columns * work.dots)
-    travels = min(_SIDES, key=lambda side: abs(_side_bytes(piece, side) - travels_bytes))
-    return "rhs" if travels == "lhs" else "lhs"
+    return _OTHER[_sent_side(work, axis_size, piece, whole)]
+
+
+def _sent_side(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul) -> Side:
+    """Which operand of a gather's dot travels."""
+    shared = piece.stationary(whole)
+    if shared is not None:
+        return _OTHER[shared]
+    gathered_bytes = axis_size * work.shard_bytes
+    return min(_SIDES, key=lambda side: abs(_side_bytes(whole, side) - gathered_bytes))
 
 
 def _beside_bytes(held_bytes: float, hardware: Hardware) -> float:
@@ -343,24 +363,35 @@ def _beside_bytes(held_bytes: float, hardware: Hardware) -> float:
     return LITTLE * (hardware.on_chip_bytes - held_bytes) if hardware.network == "torus" else 0.0
 
 
-def wholes_s(matmuls: tuple[Matmul, ...], hardware: Hardware, before_s: float) -> float:
+def wholes_s(
+    matmuls: tuple[Matmul, ...], hardware: Hardware, before_s: float, sent: Side | None = None
+) -> float:
     """Seconds of the whole dots.
 
     The smaller operand of each is fetched beforehand, beside other work, if it fits. So may the larger be,
-    for which the dot then waits if that takes longer than what runs before it.
+    for which the dot then waits if that takes longer than what runs before it. Where nothing does, a TPU's
+    first dot waits for the larger operand that fits, as compilers have it, whether or not that is faster.
 
     Args:
       matmuls: the dots.
       hardware: where they run.
       before_s: what runs before them.
+      sent: the operand of the first dot that a collective before it has made.
     """
     total_s = 0.0
     for matmul in matmuls:
         sizes = (matmul.lhs_bytes, matmul.rhs_bytes)
-        smaller = 0 if sizes[0] < sizes[1] else 1
-        held = sizes[smaller] <= hardware.on_chip_bytes
-        beside = _beside_bytes(sizes[smaller] if held else 0.0, hardware)
-        lhs, rhs = (size <= beside or (held and side == smaller) for side, size in enumerate(sizes))
+        if hardware.network == "torus" and not before_s:
+            total_s += _first_s(matmul, sizes, hardware)
+            before_s = total_s
+            continue
+        if sent is not None and not hardware.receives_on_chip:
+            sizes = (math.inf if sent == "lhs" else sizes[0], math.inf if sent == "rhs" else sizes[1])
+        sent = None
+        held_bytes = min(sizes)
+        held = held_bytes <= hardware.on_chip_bytes
+        beside_bytes = _beside_bytes(held_bytes if held else 0.0, hardware)
+        lhs, rhs = (size <= beside_bytes or (held and size == held_bytes) for size in sizes)
         dot_s = matmul_s(matmul, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs)
         if hardware.network == "torus" and sum(sizes) <= hardware.on_chip_bytes:
             fetch_s = max(sizes) / hardware.hbm_bytes_per_s
@@ -370,6 +401,26 @@ def wholes_s(matmuls: tuple[Matmul, ...], hardware: Hardware, before_s: float) -
                 dot_s, before_s = fetched_s, max(0.0, before_s - fetch_s)
         total_s += dot_s
     return total_s
+
+
+def _first_s(matmul: Matmul, sizes: tuple[float, float], hardware: Hardware) -> float:
+    """Seconds of a TPU's dot that nothing runs before, and of what it waits for."""
+    held_bytes = max((size for size in sizes if size <= hardware.on_chip_bytes), default=0.0)
+    beside_bytes = _beside_bytes(held_bytes, hardware)
+    lhs, rhs = (size == held_bytes or size <= beside_bytes for size in sizes)
+    dot_s = matmul_s(matmul, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs)
+    return dot_s + held_bytes / hardware.hbm_bytes_per_s
+
+
+def _brought_out_s(work: RingWork, hardware: Hardware) -> float:
+    """Seconds of copying results from the chip at the end, where they are small enough to grow there."""
+    if work.collective != "all_gather" or work.joined or hardware.network != "torus":
+        return 0.0
+    results_bytes = sum(whole.result_bytes for whole in work.matmuls)
+    rows = all(LANES <= piece.m < whole.m for piece, whole in work.pairs)
+    if not rows or results_bytes > hardware.accumulator_on_chip_bytes:
+        return 0.0
+    return results_bytes / hardware.hbm_bytes_per_s
 
 
 def _pieces_s(work: RingWork, near: tuple[Near, ...], hardware: Hardware, *, adds: bool) -> float:
@@ -382,14 +433,21 @@ def _pieces_s(work: RingWork, near: tuple[Near, ...], hardware: Hardware, *, add
     kept = sum_bytes * work.accumulators <= hardware.accumulator_on_chip_bytes
     if not gathered:  # it comes and goes, so it must be little
         kept = kept and sum_bytes <= _beside_bytes(0, hardware)
+    torus = hardware.network == "torus"
+    results_bytes = sum(whole.result_bytes for whole in work.matmuls)
     total_s = 0.0
-    for piece, added, (lhs, rhs) in zip(work.piece, summed, near, strict=True):
-        total_s += matmul_s(
+    for (piece, whole), added, (lhs, rhs) in zip(work.pairs, summed, near, strict=True):
+        placed = torus and gathered and not work.joined and piece.k == whole.k
+        grows_near = added and kept
+        if placed and LANES <= piece.m < whole.m:
+            grows_near = results_bytes <= hardware.accumulator_on_chip_bytes
+        slowness = placed_slowness(piece.m, piece.k, piece.n) if placed and piece.m < whole.m else 1.0
+        total_s += slowness * matmul_s(
             dataclasses.replace(piece, out_dtype=work.accumulator) if added else piece,
             hardware,
             lhs_on_chip=lhs,
             rhs_on_chip=rhs,
-            result_on_chip=added and kept,
+            result_on_chip=grows_near,
             accumulator=work.accumulator if added else None,
             accumulator_on_chip=added and kept,
         )

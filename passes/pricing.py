@@ -14,7 +14,7 @@ from cost_model import Axis, Estimate, Matmul, RingWork, estimate, exchange_esti
 from cost_model.in_turn import in_turn_estimate
 from cost_model.matmul import matmul_s
 from cost_model.offloaded import offloaded_estimate
-from cost_model.pipeline import pipeline_estimate
+from cost_model.pipeline import gather_after, pipeline_estimate
 from cost_model.plain_chain import copied_whole
 from passes.block_eval import accumulator_dtype, cut_once
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
@@ -43,9 +43,7 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
             return lambda schedule: before(schedule) + after(gather_schedule(schedule))
         total = flow.avals[op.outputs[0]]
         total_bytes = total.size * total.dtype.itemsize
-        gather = _alone(
-            axis.all_gather_s(total_bytes), copy_s=2 * total_bytes / axis.hardware.hbm_bytes_per_s
-        )
+        gather = gather_after(total_bytes, axis)
         work_of_scatter = scatter_work(flow, chain.scatter, axis)
         psum_as_written = functools.cache(lambda: before(_ANY) + gather)
 
@@ -251,18 +249,6 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
         )
 
     return work
-
-
-def _alone(seconds: float, copy_s: float) -> Estimate:
-    """A collective that stays, before and after; after, its result is copied to where it is needed."""
-    return Estimate(
-        dot_s=0.0,
-        collective_s=seconds,
-        partials_s=copy_s,
-        hops_s=0.0,
-        hop_latency_s=0.0,
-        overlapped_s=seconds + copy_s,
-    )
 
 
 def _matmuls(

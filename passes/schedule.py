@@ -12,6 +12,7 @@ from cost_model import Walk, tile
 from cost_model.offloaded import in_words
 from cost_model.plain_chain import cut_in_words
 from cost_model.ring import Cut
+from cost_model.tile import LANES, SUBLANES
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum
 from passes.dots import DotDims, dot_dims
 from passes.graph import Dataflow
@@ -203,8 +204,9 @@ def tile_rows(flow: Dataflow, chain: Chain) -> int:
 def parts(schedule: RingSchedule, unit: int, grain: int = tile.TILE_ROWS) -> tuple[Part, ...]:
     """How a schedule divides each block, given the number of equal parts it can be cut into.
 
-    Pieces that go both ways take turns. Where ``unit`` does not divide by their number some are larger: all
-    but the last are multiples of ``grain`` parts, or of less where blocks are small.
+    Pieces that go both ways take turns. Where ``unit`` does not divide into as many multiples of 8 rows, or
+    of ``grain`` columns, which TPUs place as they are, some are larger: all but the last are multiples of
+    ``grain`` parts, or of less where blocks are small.
 
     Raises:
       ValueError: the schedule has more pieces than there are parts.
@@ -212,7 +214,8 @@ def parts(schedule: RingSchedule, unit: int, grain: int = tile.TILE_ROWS) -> tup
     pieces = schedule.pieces
     if pieces > unit:
         raise ValueError(f"a block of {unit} part(s) cannot be cut into {pieces} pieces")
-    while grain > 1 and (unit % pieces == 0 or 2 * grain * pieces > unit):
+    even = grain if grain >= LANES else SUBLANES
+    while grain > 1 and (unit % (pieces * min(grain, even)) == 0 or 2 * grain * pieces > unit):
         grain //= 2
     bounds = [Fraction(-(-unit * number // (pieces * grain)) * grain, unit) for number in range(pieces)]
     bounds.append(Fraction(1))

@@ -13,6 +13,7 @@ from cost_model.axis import Axis
 from cost_model.break_even import break_evens
 from cost_model.explanation import explain
 from cost_model.matmul import Matmul, matmul_s
+from cost_model.pipeline import GATHERED, gather_after
 from cost_model.plain_chain import PATTERNS, Form, PlainChain, PlainDot, chain_of, forms, price, works
 from cost_model.ring import estimate
 
@@ -37,7 +38,7 @@ class TestTerms:
             assert min(parts) >= 0
             assert sum(parts) == pytest.approx(candidate.estimate.overlapped_s)
             # A psum's gathered sum is copied after the ring.
-            copied_s = 2 * 4096 * 1024 * 2 / by_name(hardware).hbm_bytes_per_s
+            copied_s = gather_after(4096 * 1024 * 2, Axis(by_name(hardware), 8)).partials_s
             dots_s = candidate.estimate.partials_s - (copied_s if pattern == "dot_psum" else 0)
             assert candidate.step_dots_s * candidate.steps == pytest.approx(dots_s)
             assert candidate.step_hop_s * candidate.hops == pytest.approx(candidate.estimate.hops_s)
@@ -77,7 +78,8 @@ class TestTerms:
         scatter = explain(
             chain_of("dot_reduce_scatter", 8192, 512, 8192), RING, [Form(directions=2, chains=2)]
         )
-        gathered_s, copied_s = RING.all_gather_s(8192 * 8192 * 2), 2 * 8192 * 8192 * 2 / V5P.hbm_bytes_per_s
+        gathered_s = RING.all_gather_s(8192 * 8192 * 2)
+        copied_s = GATHERED[False] * 2 * 8192 * 8192 * 2 / V5P.hbm_bytes_per_s
         assert psum.best.epilogue_s == pytest.approx(gathered_s + copied_s)
         assert psum.best.prologue_s == scatter.best.prologue_s > 0
         assert psum.best.estimate.benefit_s == pytest.approx(scatter.best.estimate.benefit_s - copied_s)
