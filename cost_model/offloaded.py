@@ -14,7 +14,8 @@ from cost_model.axis import Axis
 from cost_model.hardware import Offloaded
 from cost_model.in_turn import in_turn_estimate
 from cost_model.matmul import Matmul
-from cost_model.ring import Estimate, wholes_s
+from cost_model.on_chip import wholes_s
+from cost_model.ring import Estimate
 
 IN_TURN: Final = range(8, 17)
 """Of how many pieces one tries the least and the most that are equal: nothing hides the first one's

@@ -9,7 +9,6 @@ where they arise.
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass, fields
 from typing import Final, Literal
 
@@ -17,11 +16,8 @@ from cost_model.axis import Axis, Directions
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
+from cost_model.on_chip import OTHER, SIDES, Side, beside_bytes, side_bytes, wholes_s
 from cost_model.tile import LANES, placed_slowness
-
-LITTLE: Final = 1 / 16
-"""Share of the room on chip that an operand of one step may take to be there, as compilers do it."""
-
 
 JOINING: Final = 0.7
 """Times as long as reading and writing it once takes what a TPU's compiler makes of joining the pieces of a
@@ -256,7 +252,7 @@ def _buffers_bytes(work: RingWork, axis_size: int) -> float:
         if work.collective == "all_gather" and piece.k < whole.k:
             sums_bytes += whole.batch * whole.m * whole.n * dtype_bytes(work.accumulator)
         if work.cut != "dot":
-            cut_bytes += work.dots * _side_bytes(piece, _cut_side(work, axis_size, piece, whole))
+            cut_bytes += work.dots * side_bytes(piece, _cut_side(work, axis_size, piece, whole))
     in_columns = work.columns > 1
     shards_bytes = min(axis_size - 1, SHARDS_HELD) * work.shard_bytes
     blocks = axis_size if in_columns else 2
@@ -278,7 +274,7 @@ def _copies_s(work: RingWork, axis_size: int, hardware: Hardware, *, cut_out: bo
         copies += 1 + work.pieces * len(placed)
     if work.cut != "dot" and not cut_out:
         sides = [(piece, _cut_side(work, axis_size, piece, whole)) for piece, whole in work.pairs]
-        blocks = [_side_bytes(piece, side) for piece, side in sides if side is not None]
+        blocks = [side_bytes(piece, side) for piece, side in sides if side is not None]
         # All columns need the same blocks, and compilers cut them once.
         copied_bytes += (CUTTING if slower else 1.0) * work.dots * sum(blocks) / work.columns
         copies += work.pieces * len(blocks) / work.columns
@@ -299,38 +295,29 @@ def _near(work: RingWork, axis_size: int, hardware: Hardware) -> tuple[tuple[Nea
     shared: list[Side | None] = [piece.stationary(whole) for piece, whole in work.pairs]
     held_bytes = 0.0
     for number, (piece, side) in enumerate(zip(work.piece, shared, strict=True)):
-        if held_bytes + _side_bytes(piece, side) <= hardware.on_chip_bytes:
-            held_bytes += _side_bytes(piece, side)
+        if held_bytes + side_bytes(piece, side) <= hardware.on_chip_bytes:
+            held_bytes += side_bytes(piece, side)
         else:
             shared[number] = None
-    beside_bytes = _beside_bytes(held_bytes, hardware)
+    little_bytes = beside_bytes(held_bytes, hardware)
     room_bytes = (hardware.on_chip_bytes - held_bytes) / 2
     found: list[Near] = []
     for (piece, whole), side in zip(work.pairs, shared, strict=True):
-        near = {operand: side == operand or _side_bytes(piece, operand) <= beside_bytes for operand in _SIDES}
+        near = {operand: side == operand or side_bytes(piece, operand) <= little_bytes for operand in SIDES}
         if work.collective == "all_gather" and not found and not hardware.receives_on_chip:
             near[_sent_side(work, axis_size, piece, whole)] = False
         cut = _cut_side(work, axis_size, piece, whole)
         if piece.batch < whole.batch and work.collective == "all_gather":
-            cut = _OTHER[_sent_side(work, axis_size, piece, whole)]
+            cut = OTHER[_sent_side(work, axis_size, piece, whole)]
         if cut is not None and hardware.network == "torus":
             apart = work.cut != "dot" and piece.batch == whole.batch
-            needed_bytes = _side_bytes(piece if apart else whole, cut)
+            needed_bytes = side_bytes(piece if apart else whole, cut)
             near[cut] = needed_bytes <= room_bytes
             if near[cut] and not apart:
                 held_bytes += needed_bytes
                 room_bytes -= needed_bytes
         found.append((near["lhs"], near["rhs"]))
     return tuple(found), held_bytes
-
-
-Side = Literal["lhs", "rhs"]
-_SIDES: Final[tuple[Side, Side]] = ("lhs", "rhs")
-_OTHER: Final[dict[Side, Side]] = {"lhs": "rhs", "rhs": "lhs"}
-
-
-def _side_bytes(matmul: Matmul, side: Side | None) -> float:
-    return 0.0 if side is None else matmul.lhs_bytes if side == "lhs" else matmul.rhs_bytes
 
 
 def _cut_side(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul) -> Side | None:
@@ -342,74 +329,16 @@ def _cut_side(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul) -> S
         return None if rows == columns == 1 else "lhs" if rows <= columns else "rhs"
     if piece.k == whole.k:
         return None
-    return _OTHER[_sent_side(work, axis_size, piece, whole)]
+    return OTHER[_sent_side(work, axis_size, piece, whole)]
 
 
 def _sent_side(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul) -> Side:
     """Which operand of a gather's dot travels."""
     shared = piece.stationary(whole)
     if shared is not None:
-        return _OTHER[shared]
+        return OTHER[shared]
     gathered_bytes = axis_size * work.shard_bytes
-    return min(_SIDES, key=lambda side: abs(_side_bytes(whole, side) - gathered_bytes))
-
-
-def _beside_bytes(held_bytes: float, hardware: Hardware) -> float:
-    """Bytes of another operand that may be on chip beside what is held.
-
-    A TPU's compiler places them: what takes little of the room that is left arrives there, or is fetched
-    beforehand.
-    """
-    return LITTLE * (hardware.on_chip_bytes - held_bytes) if hardware.network == "torus" else 0.0
-
-
-def wholes_s(
-    matmuls: tuple[Matmul, ...], hardware: Hardware, before_s: float, sent: Side | None = None
-) -> float:
-    """Seconds of the whole dots.
-
-    The smaller operand of each is fetched beforehand, beside other work, if it fits. So may the larger be,
-    for which the dot then waits if that takes longer than what runs before it. Where nothing does, a TPU's
-    first dot waits for the larger operand that fits, as compilers have it, whether or not that is faster.
-
-    Args:
-      matmuls: the dots.
-      hardware: where they run.
-      before_s: what runs before them.
-      sent: the operand of the first dot that a collective before it has made.
-    """
-    total_s = 0.0
-    for matmul in matmuls:
-        sizes = (matmul.lhs_bytes, matmul.rhs_bytes)
-        if hardware.network == "torus" and not before_s:
-            total_s += _first_s(matmul, sizes, hardware)
-            before_s = total_s
-            continue
-        if sent is not None and not hardware.receives_on_chip:
-            sizes = (math.inf if sent == "lhs" else sizes[0], math.inf if sent == "rhs" else sizes[1])
-        sent = None
-        held_bytes = min(sizes)
-        held = held_bytes <= hardware.on_chip_bytes
-        beside_bytes = _beside_bytes(held_bytes if held else 0.0, hardware)
-        lhs, rhs = (size <= beside_bytes or (held and size == held_bytes) for size in sizes)
-        dot_s = matmul_s(matmul, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs)
-        if hardware.network == "torus" and sum(sizes) <= hardware.on_chip_bytes:
-            fetch_s = max(sizes) / hardware.hbm_bytes_per_s
-            fetched_s = matmul_s(matmul, hardware, lhs_on_chip=True, rhs_on_chip=True)
-            fetched_s += max(0.0, fetch_s - before_s)
-            if fetched_s < dot_s:
-                dot_s, before_s = fetched_s, max(0.0, before_s - fetch_s)
-        total_s += dot_s
-    return total_s
-
-
-def _first_s(matmul: Matmul, sizes: tuple[float, float], hardware: Hardware) -> float:
-    """Seconds of a TPU's dot that nothing runs before, and of what it waits for."""
-    held_bytes = max((size for size in sizes if size <= hardware.on_chip_bytes), default=0.0)
-    beside_bytes = _beside_bytes(held_bytes, hardware)
-    lhs, rhs = (size == held_bytes or size <= beside_bytes for size in sizes)
-    dot_s = matmul_s(matmul, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs)
-    return dot_s + held_bytes / hardware.hbm_bytes_per_s
+    return min(SIDES, key=lambda side: abs(side_bytes(whole, side) - gathered_bytes))
 
 
 def _brought_out_s(work: RingWork, hardware: Hardware) -> float:
@@ -432,7 +361,7 @@ def _pieces_s(work: RingWork, near: tuple[Near, ...], hardware: Hardware, *, add
     sum_bytes = sum(piece.batch * piece.m * piece.n * width for piece, added in sums if added)
     kept = sum_bytes * work.accumulators <= hardware.accumulator_on_chip_bytes
     if not gathered:  # it comes and goes, so it must be little
-        kept = kept and sum_bytes <= _beside_bytes(0, hardware)
+        kept = kept and sum_bytes <= beside_bytes(0, hardware)
     torus = hardware.network == "torus"
     results_bytes = sum(whole.result_bytes for whole in work.matmuls)
     total_s = 0.0

@@ -4,8 +4,8 @@ A decision runs the chain as written ("off") or as the ring with the largest pre
 judged by compiled schedules: that of the chain as written, and those of the rings that were compiled.
 
 - On is right if the ring it runs is faster than the chain as written. Off is right if no ring gains
-  ``LEAST_GAIN`` of the chain's time, which is what ``auto`` asks of a ring. Read strictly, off is right only
-  if no ring is faster at all.
+  ``LEAST_GAIN`` of the chain's time, whatever ``auto`` asks of a ring on that chip. Read strictly, off is
+  right only if no ring is faster at all.
 - Regret is the time of what runs over the least of all compiled, less 1.
 - A loss is a predicted gain of ``LEAST_GAIN`` or more where that ring is slower than the chain as written.
 - The error of a prediction is its distance from the compiled time, as a part of that.

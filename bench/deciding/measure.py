@@ -49,6 +49,7 @@ ONLY_PREDICTING: Final = frozenset(
             "matmul_table",
             "mesh_split",
             "offloaded",
+            "on_chip",
             "pipeline",
             "plain_chain",
             "ring",

@@ -8,7 +8,7 @@ from fractions import Fraction
 import pytest
 
 from cost_model import Axis, by_name
-from cost_model.pipeline import PLACING, last_gather_s, pipeline_estimate
+from cost_model.pipeline import PLACING, gather_after, last_gather_s, pipeline_estimate
 from cost_model.plain_chain import Form, PlainChain, chain_of, forms, price, works
 from cost_model.ring import estimate
 
@@ -90,3 +90,24 @@ def test_blocks_that_all_chunks_have_in_common_are_held() -> None:
         for cut in ("dot", "early")
     )
     assert early == by_dot
+
+
+@pytest.mark.parametrize(
+    ("chip", "size", "slowness"),
+    [
+        ("tpu_v4", 30e6, 2.6),
+        ("tpu_v5p", 30e6, 2.6),
+        ("tpu_v5e", 30e6, 0.6),
+        ("tpu_v5e", 90e6, 2.6),
+        ("tpu_v6e", 50e6, 0.6),
+        ("tpu_7x", 30e6, 1.0),
+        ("h100", 30e6, 1.0),
+    ],
+)
+def test_a_psum_s_gathered_shards_are_copied(chip: str, size: float, slowness: float) -> None:
+    axis = Axis(by_name(chip), 8)
+    found = gather_after(size, axis)
+    assert found.collective_s == axis.all_gather_s(size)
+    assert found.partials_s == pytest.approx(slowness * 2 * size / axis.hardware.hbm_bytes_per_s)
+    assert found.overlapped_s == pytest.approx(found.collective_s + found.partials_s)
+    assert found.dot_s == found.hops_s == 0

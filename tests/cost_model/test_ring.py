@@ -407,6 +407,63 @@ def test_what_every_dot_shares_is_on_the_chip_if_it_fits() -> None:
     assert estimate(_work(), Axis(roomy, 4)).partials_s == pytest.approx(4 * (2e-3 + 1e-6))
 
 
+def test_of_what_several_dots_share_as_much_is_on_the_chip_as_fits() -> None:
+    whole = dataclasses.replace(_M, m=4000)
+    work = _work(matmuls=(whole, whole), piece=(_M, _M), shard_bytes=0, collective_shard_bytes=0)
+    one = dataclasses.replace(_PLAIN, on_chip_bytes=3e6)
+    both = dataclasses.replace(_PLAIN, on_chip_bytes=4e6)
+    waited_s, near_s = 2e-3, 4e-3 + 1e-6
+    assert estimate(work, Axis(one, 4)).partials_s == pytest.approx(waited_s + 4 * (near_s + _M_S))
+    assert estimate(work, Axis(both, 4)).partials_s == pytest.approx(2 * waited_s + 4 * 2 * near_s)
+
+
+def test_what_arrives_is_read_by_the_first_dot_where_it_does_not_come_to_the_chip() -> None:
+    roomy = dataclasses.replace(_PLAIN, on_chip_bytes=1e9, receives_on_chip=False)
+    whole = dataclasses.replace(_M, m=4000)
+    one = _work(matmuls=(whole,), shard_bytes=0, collective_shard_bytes=0)
+    two = dataclasses.replace(one, matmuls=(whole, whole), piece=(_M, _M))
+    far_s, near_s = 4e-3 + 1e-6, 2e-3 + 1e-6
+    assert estimate(one, Axis(roomy, 4)).partials_s == pytest.approx(2e-3 + 4 * far_s)
+    assert estimate(two, Axis(roomy, 4)).partials_s == pytest.approx(4e-3 + 4 * (far_s + near_s))
+
+
+def test_results_that_fit_grow_on_the_chip_and_leave_it_at_the_end() -> None:
+    whole = dataclasses.replace(_M, m=4000)
+    work = _work(matmuls=(whole,), shard_bytes=0, collective_shard_bytes=0)
+    fitting = dataclasses.replace(_PLAIN, accumulator_on_chip_bytes=8e6)
+    assert estimate(work, Axis(fitting, 4)).partials_s == pytest.approx(4 * (4e-3 + 1e-6) + 8e-3)
+    too_small = dataclasses.replace(_PLAIN, accumulator_on_chip_bytes=8e6 - 1)
+    assert estimate(work, Axis(too_small, 4)).partials_s == pytest.approx(4 * _M_S)
+    few = dataclasses.replace(_M, m=100)
+    work = _work(matmuls=(dataclasses.replace(few, m=400),), piece=(few,), shard_bytes=0)
+    assert estimate(work, Axis(fitting, 4)).partials_s == pytest.approx(4 * matmul_s(few, _PLAIN))
+
+
+def test_rows_that_no_small_window_divides_take_longer_to_place() -> None:
+    def partials_s(rows: int, **form: Any) -> float:
+        piece = Matmul(m=rows, k=2000, n=2000)
+        whole = dataclasses.replace(piece, m=4 * rows)
+        work = _work(matmuls=(whole,), piece=(piece,), shard_bytes=0, **form)
+        return estimate(work, Axis(_PLAIN, 4)).partials_s
+
+    assert partials_s(8 * 467) > 1.4 * partials_s(8 * 466)
+    assert partials_s(8 * 467, directions=2, joined=True) < 1.1 * partials_s(
+        8 * 466, directions=2, joined=True
+    )
+
+
+def test_a_batch_s_other_operand_is_on_the_chip_whole_if_it_fits_there() -> None:
+    """x[8, 1000, 1000] · w[8, 1000, 500]: w travels, x has 16e6 bytes."""
+    whole = Matmul(batch=8, m=1000, k=1000, n=500)
+    piece = dataclasses.replace(whole, batch=2)
+    work = _work(matmuls=(whole,), piece=(piece,), shard_bytes=2e6, collective_shard_bytes=2e6)
+    fitting = dataclasses.replace(_PLAIN, on_chip_bytes=32e6, receives_on_chip=False)
+    cramped = dataclasses.replace(fitting, on_chip_bytes=32e6 - 1)
+    near_s, far_s = (matmul_s(piece, _PLAIN, lhs_on_chip=near) for near in (True, False))
+    assert estimate(work, Axis(fitting, 4)).partials_s == pytest.approx(16e-3 + 4 * near_s)
+    assert estimate(work, Axis(cramped, 4)).partials_s == pytest.approx(4 * far_s)
+
+
 def test_pieces_are_counted_over_directions_rings_and_chains() -> None:
     assert _work().pieces == 1
     assert _work(directions=2, rings=3, chains=2, columns=4).pieces == 12

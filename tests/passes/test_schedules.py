@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
+from cost_model.tile import LANES
 from cost_model.walk import gray_walks
 from passes import shims
 from passes.schedule import RingSchedule, parts
@@ -189,6 +190,8 @@ def test_walks_are_neither_rolled_nor_turned_round(other: dict[str, Any]) -> Non
         (3, 1536, [512, 512, 512]),
         (3, 128, [48, 48, 32]),
         (2, 1025, [528, 497]),
+        (2, 744, [384, 360]),
+        (2, 752, [376, 376]),
         (4, 9, [3, 2, 2, 2]),
         (3, 4, [2, 1, 1]),
         (5, 5, [1, 1, 1, 1, 1]),
@@ -198,6 +201,13 @@ def test_pieces_that_are_not_equal_begin_at_a_tile(pieces: int, unit: int, sizes
     divided = parts(RingSchedule(directions=1, chains=pieces), unit)
     assert [part.share * unit for part in divided] == sizes
     assert [part.start * unit for part in divided] == [sum(sizes[:number]) for number in range(pieces)]
+
+
+@pytest.mark.parametrize(
+    ("unit", "sizes"), [(6272, [3200, 3072]), (1152, [640, 512]), (1024, [512, 512]), (384, [192, 192])]
+)
+def test_columns_begin_at_a_lane(unit: int, sizes: list[int]) -> None:
+    assert [part.share * unit for part in parts(RingSchedule(directions=2), unit, LANES)] == sizes
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 5000))

@@ -1,0 +1,87 @@
+"""The time of dots as they are written, by what of their operands is on chip."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cost_model import Matmul, by_name, matmul_s
+from cost_model.on_chip import LITTLE, OTHER, SIDES, Side, beside_bytes, side_bytes, wholes_s
+
+V5E, V5P, H100 = by_name("tpu_v5e"), by_name("tpu_v5p"), by_name("h100")
+ROOMY = dataclasses.replace(V5P, on_chip_bytes=1e9, receives_on_chip=True)
+
+TALL = Matmul(m=4096, k=4096, n=1024)
+"""A left operand of 34 MB and a right one of 8 MB, all of which v5p has room for one by one."""
+
+
+def test_sides() -> None:
+    assert [side_bytes(TALL, side) for side in SIDES] == [TALL.lhs_bytes, TALL.rhs_bytes]
+    assert side_bytes(TALL, None) == 0
+    assert [OTHER[side] for side in SIDES] == ["rhs", "lhs"]
+    assert beside_bytes(8e6, V5P) == LITTLE * (V5P.on_chip_bytes - 8e6)
+    assert beside_bytes(8e6, H100) == 0
+
+
+def test_nothing_before_a_tpu_s_first_dot_hides_what_it_waits_for() -> None:
+    """The larger operand that fits, as of ``x[768, 19712] @ w[19712, 640]`` before a psum on v6e: x."""
+    near_s = matmul_s(TALL, V5P, lhs_on_chip=True)
+    assert wholes_s((TALL,), V5P, 0.0) == pytest.approx(near_s + TALL.lhs_bytes / V5P.hbm_bytes_per_s)
+    less = dataclasses.replace(V5P, on_chip_bytes=TALL.lhs_bytes - 1)
+    near_s = matmul_s(TALL, less, rhs_on_chip=True)
+    assert wholes_s((TALL,), less, 0.0) == pytest.approx(near_s + TALL.rhs_bytes / V5P.hbm_bytes_per_s)
+    none = dataclasses.replace(V5P, on_chip_bytes=1.0)
+    assert wholes_s((TALL,), none, 0.0) == pytest.approx(matmul_s(TALL, none))
+
+
+def test_of_two_equal_operands_the_dot_waits_for_one() -> None:
+    square = Matmul(m=2048, k=2048, n=2048)
+    fitting = dataclasses.replace(V5P, on_chip_bytes=square.lhs_bytes)
+    found = wholes_s((square,), fitting, 0.0) - square.lhs_bytes / V5P.hbm_bytes_per_s
+    assert found == pytest.approx(matmul_s(square, fitting, lhs_on_chip=True))
+    assert found > matmul_s(square, fitting, lhs_on_chip=True, rhs_on_chip=True)
+
+
+def test_later_dots_find_theirs_fetched_beside_those_before() -> None:
+    first_s = wholes_s((TALL,), ROOMY, 0.0)
+    later_s = matmul_s(TALL, ROOMY, lhs_on_chip=True, rhs_on_chip=True)
+    assert wholes_s((TALL, TALL), ROOMY, 0.0) == pytest.approx(first_s + later_s)
+    assert wholes_s((TALL, TALL), ROOMY, 1.0) == pytest.approx(2 * later_s)
+
+
+@pytest.mark.parametrize("sent", SIDES)
+def test_what_a_collective_brings_is_not_on_chip_on_some(sent: Side) -> None:
+    """Of the first dot after it; then it may have been fetched."""
+    roomy = dataclasses.replace(ROOMY, receives_on_chip=False)
+    far_s = matmul_s(TALL, roomy, lhs_on_chip=sent == "rhs", rhs_on_chip=sent == "lhs")
+    near_s = matmul_s(TALL, roomy, lhs_on_chip=True, rhs_on_chip=True)
+    assert far_s > near_s
+    assert wholes_s((TALL,), roomy, 1.0, sent) == pytest.approx(far_s)
+    assert wholes_s((TALL, TALL), roomy, 1.0, sent) == pytest.approx(far_s + near_s)
+    assert wholes_s((TALL,), ROOMY, 1.0, sent) == pytest.approx(near_s)
+
+
+def test_elsewhere_nothing_is_waited_for() -> None:
+    assert wholes_s((TALL,), H100, 0.0) == pytest.approx(matmul_s(TALL, H100, rhs_on_chip=True))
+    assert wholes_s((), V5P, 0.0) == 0
+
+
+@pytest.mark.parametrize(
+    ("chip", "matmul", "before_s", "sent", "compiled_s"),
+    [
+        ("tpu_v6e", Matmul(m=768, k=19712, n=640), 0.0, None, 51.6e-6),
+        ("tpu_v5e", Matmul(m=512, k=17920, n=640), 0.0, None, 95.8e-6),
+        ("tpu_v5e", Matmul(m=3328, k=5120, n=10624), 0.0, None, 2042.8e-6),
+        ("tpu_v5p", Matmul(m=768, k=8448, n=640), 0.0, None, 29.1e-6),
+        ("tpu_v5p", Matmul(m=320, k=512, n=15616), 66.6e-6, "rhs", 31.4e-6),
+        ("tpu_v5p", Matmul(m=64, k=512, n=2816), 2e-6, "lhs", 3.4e-6),
+        ("tpu_7x", Matmul(m=3712, k=3712, n=8448), 114.8e-6, "lhs", 263.1e-6),
+    ],
+    ids=str,
+)
+def test_it_is_what_compilers_make_of_them(
+    chip: str, matmul: Matmul, before_s: float, sent: Side | None, compiled_s: float
+) -> None:
+    """Dots of chains as written, with what they waited for, by the TPU compiler's estimates (jax 0.12)."""
+    assert wholes_s((matmul,), by_name(chip), before_s, sent) == pytest.approx(compiled_s, rel=0.11)
