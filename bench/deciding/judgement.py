@@ -24,6 +24,8 @@ from typing import Any, Final
 import numpy as np
 
 from bench.deciding.rows import Decided, Row
+from bench.schedules.case import SLICES
+from cost_model import by_name
 from cost_model.hardware import LEAST_GAIN
 
 RIGHT: Final = 0.97
@@ -31,6 +33,9 @@ REGRET: Final = 0.02
 LOSSES: Final = 0
 RING_ERROR: Final = 0.08
 """The goals: share of decisions that are right, mean regret, losses, median error of rings."""
+
+ASKED: Final = tuple(sorted({by_name(where.hardware).least_gain for where in SLICES}))
+"""What ``auto`` asks a ring to gain, of the chips; the least first."""
 
 CERTAIN: Final = 1.96
 """Standard deviations of a 95 % interval."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from bench.deciding.judgement import RING_ERROR, grouped, judged
+from bench.deciding.judgement import ASKED, RING_ERROR, grouped, judged
 from bench.deciding.rows import Row
 from cost_model.hardware import LEAST_GAIN
 
@@ -74,19 +74,19 @@ def _times(panel: Any, name: str) -> None:
 
 
 def _decisions(panel: Any) -> None:
-    """The panel of gains: what is on lies above the line. Wrong decisions are in the shaded corners."""
+    """The panel of gains: what is on lies above the band. Wrong decisions are in the shaded corners."""
     panel.set_title(
         "gain of the ring that is predicted to be best", loc="left", fontsize=11, fontweight="bold"
     )
     panel.set_xlabel("compiled, part of the time as written")
-    panel.set_ylabel("predicted; on above the line")
+    panel.set_ylabel("predicted; on above the red band, off below")
     panel.set_xlim(*GAINS)
     panel.set_ylim(*GAINS)
     panel.axline((0.0, 0.0), (1.0, 1.0), color="#7a7a7a", linewidth=1.0, zorder=1)
-    panel.axhline(LEAST_GAIN, color="#b2182b", linewidth=1.0, zorder=1)
+    panel.axhspan(ASKED[0], ASKED[-1], color="#b2182b", alpha=0.5, linewidth=0, zorder=1)
     panel.axvline(0.0, color="#d0d0d0", linewidth=0.8, zorder=1)
     low, high = GAINS
-    for x, y in (((low, 0.0), (LEAST_GAIN, high)), ((LEAST_GAIN, high), (low, LEAST_GAIN))):
+    for x, y in (((low, 0.0), (ASKED[-1], high)), ((LEAST_GAIN, high), (low, ASKED[0]))):
         panel.fill_between(x, *y, color="#fbe9e7", linewidth=0, zorder=0)
 
 

@@ -11,10 +11,7 @@ from bench.deciding.chains import Drawn
 from bench.deciding.judgement import RIGHT, RING_ERROR, Score, Spread, score
 from bench.deciding.rows import Decided, Row
 from bench.schedules.tables import micro, table
-from cost_model import by_name
 from cost_model.hardware import LEAST_GAIN
-
-_ASKED: Final = [by_name(where.hardware).least_gain for where in chains.SLICES]
 
 NOTES: Final = (
     "All times are modelled: predictions are the cost model's, and compiled times are the real TPU "
@@ -26,9 +23,9 @@ NOTES: Final = (
     "The sample is chosen before anything is decided: as many chains of every chip and pattern, spread "
     "evenly over the ratio of communication to compute.",
     f"On is right if the ring chosen is faster than the chain as written. Off is right if no ring that was "
-    f"compiled gains {LEAST_GAIN:.0%} of the chain's time (`auto` asks for {min(_ASKED):.0%} to "
-    f"{max(_ASKED):.0%}, by chip); read strictly, if none is faster at all. What does not compile when it is "
-    "chosen is wrong.",
+    f"compiled gains {LEAST_GAIN:.0%} of the chain's time (`auto` asks for {judgement.ASKED[0]:.0%} to "
+    f"{judgement.ASKED[-1]:.0%}, by chip); read strictly, if none is faster at all. What does not compile "
+    "when it is chosen is wrong.",
     "Regret is the time of what runs over the least of all compiled (rings and the chain as written), less "
     f"1. A loss is a predicted gain of {LEAST_GAIN:.0%} or more where that ring is slower than the chain as "
     "written.",
