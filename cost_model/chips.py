@@ -91,6 +91,7 @@ _CHIPS = (
         dcn_bytes_per_s=6.25e9,
         dcn_latency_s=1e-5,
         least_gain=0.08,
+        least_gain_beside=0.08,
     ),
     Hardware(
         name="tpu_v5e",
@@ -113,6 +114,7 @@ _CHIPS = (
         dcn_bytes_per_s=3.125e9,
         dcn_latency_s=1e-5,
         least_gain=0.03,
+        least_gain_beside=0.08,
     ),
     Hardware(
         name="tpu_v5p",
@@ -135,6 +137,7 @@ _CHIPS = (
         dcn_bytes_per_s=6.25e9,
         dcn_latency_s=1e-5,
         least_gain=0.06,
+        least_gain_beside=0.08,
     ),
     Hardware(
         name="tpu_v6e",
@@ -156,6 +159,7 @@ _CHIPS = (
         dcn_bytes_per_s=1.25e10,
         dcn_latency_s=1e-5,
         least_gain=0.03,
+        least_gain_beside=0.08,
     ),
     # JAX sees each of a chip's two dies as a device: half of the chip's FLOP/s and memory bandwidth. The
     # links belong to the chip; an axis that runs through both dies of every chip has them to itself. Its
@@ -188,6 +192,7 @@ _CHIPS = (
         dcn_bytes_per_s=6.25e9,
         dcn_latency_s=1e-5,
         least_gain=0.03,
+        least_gain_beside=0.08,
         offloaded=("all_gather", "all_reduce"),
     ),
     _gpu(

@@ -258,7 +258,7 @@ def _mib(size: float) -> str:
 def _dot(matmul: Matmul, axis: Axis) -> DotTerm:
     hardware = axis.hardware
     seconds = matmul_s(matmul, hardware)
-    on_chip_s = matmul_s(matmul, hardware, on_chip_bytes=matmul.bytes)
+    on_chip_s = matmul_s(matmul, hardware, lhs_on_chip=True, rhs_on_chip=True, result_on_chip=True)
     return DotTerm(
         matmul=matmul,
         seconds=seconds,

@@ -59,6 +59,8 @@ class Hardware:
         the chip does them, and the compiler starts and awaits them apart.
       least_gain: the part of the original time that a ring must be predicted to gain: what predictions for
         this device may be off.
+      least_gain_beside: the same beside other rings in one program, which share what is on chip; where it
+        is less, `least_gain`.
 
     Raises:
       ValueError: a rate, time or count is not a positive finite number, or `network` is unknown.
@@ -91,6 +93,7 @@ class Hardware:
     dcn_latency_s: float = 0.0
     offloaded: tuple[str, ...] = ()
     least_gain: float = LEAST_GAIN
+    least_gain_beside: float = 0.0
 
     def __post_init__(self) -> None:
         positive = {
@@ -116,10 +119,12 @@ class Hardware:
                 raise ValueError(
                     f"hardware {self.name!r}: {field} must be finite and not negative, got {value!r}"
                 )
-        if not 0 <= self.least_gain < 1:
-            raise ValueError(
-                f"hardware {self.name!r}: least_gain must be at least 0 and below 1, got {self.least_gain!r}"
-            )
+        for field in ("least_gain", "least_gain_beside"):
+            value = getattr(self, field)
+            if not 0 <= value < 1:
+                raise ValueError(
+                    f"hardware {self.name!r}: {field} must be at least 0 and below 1, got {value!r}"
+                )
         if self.matmul_efficiency > 1:
             raise ValueError(
                 f"hardware {self.name!r}: matmul_efficiency must be at most 1, got {self.matmul_efficiency!r}"

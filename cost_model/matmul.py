@@ -90,7 +90,6 @@ def matmul_s(
     matmul: Matmul,
     hardware: Hardware,
     *,
-    on_chip_bytes: float = 0,
     lhs_on_chip: bool = False,
     rhs_on_chip: bool = False,
     result_on_chip: bool = False,
@@ -109,8 +108,6 @@ def matmul_s(
     Args:
       matmul: the matmul.
       hardware: where it runs.
-      on_chip_bytes: bytes of operands that need no reading from main memory, where it is not said which. A
-        TPU's operand is there whole or not at all: those are taken that together are the most of them.
       lhs_on_chip, rhs_on_chip: whether the operand needs no reading. A gather ring finds its weights so from
         the second step on.
       result_on_chip: whether the result stays in memory on the chip.
@@ -123,13 +120,11 @@ def matmul_s(
     table = table_of(hardware)
     unit = None if table is None else unit_of(matmul.dtype, hardware)
     if table is None or unit is None:
-        near_bytes = on_chip_bytes + _near_bytes(matmul, lhs_on_chip, rhs_on_chip, result_on_chip)
+        near_bytes = _near_bytes(matmul, lhs_on_chip, rhs_on_chip, result_on_chip)
         sum_bytes = 0.0
         if accumulator is not None and not accumulator_on_chip:
             sum_bytes = matmul.batch * matmul.m * matmul.n * dtype_bytes(accumulator)
         return _roofline_s(matmul, hardware, near_bytes, sum_bytes)
-    if on_chip_bytes > 0:
-        lhs_on_chip, rhs_on_chip = _resident(matmul, on_chip_bytes, lhs_on_chip, rhs_on_chip)
     return _table_s(
         matmul,
         table,
@@ -177,17 +172,3 @@ def _table_s(
 def _near_bytes(matmul: Matmul, lhs: bool, rhs: bool, result: bool) -> float:
     """Bytes of what lies on the chip."""
     return lhs * matmul.lhs_bytes + rhs * matmul.rhs_bytes + result * matmul.result_bytes
-
-
-def _resident(matmul: Matmul, on_chip_bytes: float, lhs: bool, rhs: bool) -> tuple[bool, bool]:
-    """Whether left and right operand lie on the chip, if they are so many bytes of those not said to."""
-    lhs_bytes = 0.0 if lhs else matmul.lhs_bytes
-    rhs_bytes = 0.0 if rhs else matmul.rhs_bytes
-    if lhs_bytes + rhs_bytes <= on_chip_bytes:
-        return True, True
-    larger_is_lhs = lhs_bytes > rhs_bytes
-    if max(lhs_bytes, rhs_bytes) <= on_chip_bytes:
-        return lhs or larger_is_lhs, rhs or not larger_is_lhs
-    if min(lhs_bytes, rhs_bytes) <= on_chip_bytes:
-        return lhs or not larger_is_lhs, rhs or larger_is_lhs
-    return lhs, rhs

@@ -130,14 +130,15 @@ def decide(
         if not remaining:
             decision = dataclasses.replace(proposal, reason=_taken(flow, proposal, taken))
         else:
+            axis = network.axis(proposal.collective, alone=alone)
             if taken.intersection(dots_of(proposal)):
-                axis = network.axis(proposal.collective, alone=alone)
                 proposal = _propose(flow, proposal.collective, remaining, policy, axis)
             invariant = proposal.collective.op in loop_invariant
             if policy in ("verify", "autotune") and not invariant:
                 decision = _tried(flow, proposal, network, try_out)
             else:
-                decision = _judge(proposal, policy, describe, network.hardware, invariant)
+                hardware = None if axis is None else axis.hardware
+                decision = _judge(proposal, policy, describe, hardware, invariant)
         if decision.rewritten:
             taken.update(dots_of(decision))
         decided[decision.collective.op] = decision

@@ -59,6 +59,7 @@ class Network:
                 shared = dataclasses.replace(
                     hardware,
                     on_chip_bytes=hardware.on_chip_bytes / 2,
+                    least_gain=max(hardware.least_gain, hardware.least_gain_beside),
                     overlaps=hardware.overlaps and "cpu" not in hardware.device_kinds,
                 )
                 axis = dataclasses.replace(axis, hardware=shared)
