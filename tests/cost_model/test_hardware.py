@@ -68,6 +68,8 @@ def test_rates_and_times_must_be_positive_and_finite(field: str, value: float) -
         ({"network": "mesh"}, "torus"),
         ({"matmul_tile": (8, 128)}, "matmul_tile"),
         ({"matmul_efficiency": 1.5}, "at most 1"),
+        ({"least_gain": 1.0}, "least_gain must be at least 0 and below 1"),
+        ({"least_gain_beside": -0.1}, "least_gain_beside must be at least 0 and below 1"),
         ({"wraparound_multiple": -4}, "wraparound_multiple"),
         ({"devices_per_chip": 0}, "devices_per_chip"),
         ({"clock_hz": -1.0}, "clock_hz"),

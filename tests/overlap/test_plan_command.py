@@ -185,7 +185,7 @@ class TestTheCommand:
         assert "all_gather of 128.0 MiB" in out and "rewriting pays." in out
         assert "tokens per device, here 512: pays from " in out
         assert "devices on the axis, here 16: " in out
-        assert "links of the axis, one way, here 90 GB/s: pays from " in out
+        assert "links of the axis, one way, here 90 GB/s: pays below " in out
 
     def test_json_has_the_same_figures(self, capsys: pytest.CaptureFixture[str]) -> None:
         figures = json.loads(plan(capsys, *ON_16, "--json"))
