@@ -211,8 +211,8 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
     # The first dot waits for what is held, and the hop beside it is on its way meanwhile.
     fetch_s = held_bytes / hardware.hbm_bytes_per_s if hardware.network == "torus" and not fetched else 0.0
     waited_s = max(0.0, fetch_s - max(0.0, step_s - add_s - partial_s))
-
     waited_s += _brought_out_s(work, hardware)
+
     gathered = work.collective == "all_gather"
     collective_s = (axis.all_gather_s if gathered else axis.reduce_scatter_s)(
         axis.size * work.collective_shard_bytes
@@ -341,15 +341,19 @@ def _sent_side(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul) -> 
     return min(SIDES, key=lambda side: abs(side_bytes(whole, side) - gathered_bytes))
 
 
+def _grows_on_chip(work: RingWork, piece: Matmul, whole: Matmul, hardware: Hardware) -> bool:
+    """Whether a gather's results of rows are small enough, all together, to stay on chip until the end."""
+    placed = work.collective == "all_gather" and not work.joined and hardware.network == "torus"
+    results_bytes = sum(each.result_bytes for each in work.matmuls)
+    few = results_bytes <= hardware.accumulator_on_chip_bytes
+    return placed and few and piece.k == whole.k and LANES <= piece.m < whole.m
+
+
 def _brought_out_s(work: RingWork, hardware: Hardware) -> float:
-    """Seconds of copying results from the chip at the end, where they are small enough to grow there."""
-    if work.collective != "all_gather" or work.joined or hardware.network != "torus":
+    """Seconds of copying results from the chip at the end, where all of them have grown there."""
+    if not all(_grows_on_chip(work, piece, whole, hardware) for piece, whole in work.pairs):
         return 0.0
-    results_bytes = sum(whole.result_bytes for whole in work.matmuls)
-    rows = all(LANES <= piece.m < whole.m for piece, whole in work.pairs)
-    if not rows or results_bytes > hardware.accumulator_on_chip_bytes:
-        return 0.0
-    return results_bytes / hardware.hbm_bytes_per_s
+    return sum(whole.result_bytes for whole in work.matmuls) / hardware.hbm_bytes_per_s
 
 
 def _pieces_s(work: RingWork, near: tuple[Near, ...], hardware: Hardware, *, adds: bool) -> float:
@@ -362,21 +366,17 @@ def _pieces_s(work: RingWork, near: tuple[Near, ...], hardware: Hardware, *, add
     kept = sum_bytes * work.accumulators <= hardware.accumulator_on_chip_bytes
     if not gathered:  # it comes and goes, so it must be little
         kept = kept and sum_bytes <= beside_bytes(0, hardware)
-    torus = hardware.network == "torus"
-    results_bytes = sum(whole.result_bytes for whole in work.matmuls)
     total_s = 0.0
     for (piece, whole), added, (lhs, rhs) in zip(work.pairs, summed, near, strict=True):
-        placed = torus and gathered and not work.joined and piece.k == whole.k
-        grows_near = added and kept
-        if placed and LANES <= piece.m < whole.m:
-            grows_near = results_bytes <= hardware.accumulator_on_chip_bytes
-        slowness = placed_slowness(piece.m, piece.k, piece.n) if placed and piece.m < whole.m else 1.0
+        placed = gathered and not work.joined and piece.k == whole.k and piece.m < whole.m
+        by_tiles = placed and hardware.network == "torus"
+        slowness = placed_slowness(piece.m, piece.k, piece.n) if by_tiles else 1.0
         total_s += slowness * matmul_s(
             dataclasses.replace(piece, out_dtype=work.accumulator) if added else piece,
             hardware,
             lhs_on_chip=lhs,
             rhs_on_chip=rhs,
-            result_on_chip=grows_near,
+            result_on_chip=(added and kept) or _grows_on_chip(work, piece, whole, hardware),
             accumulator=work.accumulator if added else None,
             accumulator_on_chip=added and kept,
         )
