@@ -6,17 +6,20 @@ import dataclasses
 import itertools
 import math
 from fractions import Fraction
-from typing import Literal
+from typing import Final, Literal
 
 from cost_model import Walk, tile
 from cost_model.offloaded import in_words
 from cost_model.plain_chain import cut_in_words
-from cost_model.ring import Cut
+from cost_model.ring_work import Cut
 from cost_model.tile import LANES, SUBLANES
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum
 from passes.dots import DotDims, dot_dims
 from passes.graph import Dataflow
 from passes.hops import Order
+
+UNEVEN: Final = 9 / 8
+"""How much wider than the mean the widest of a block's columns may be, to begin at a multiple of 128."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,12 +204,17 @@ def tile_rows(flow: Dataflow, chain: Chain) -> int:
     return tile.tile_rows(min(flow.aval(operand).dtype.itemsize for operand in operands))
 
 
+def _largest(unit: int, pieces: int, grain: int) -> int:
+    """The largest of so many pieces, where all but the last are multiples of a grain."""
+    return -(-unit // (pieces * grain)) * grain
+
+
 def parts(schedule: RingSchedule, unit: int, grain: int = tile.TILE_ROWS) -> tuple[Part, ...]:
     """How a schedule divides each block, given the number of equal parts it can be cut into.
 
     Pieces that go both ways take turns. Where ``unit`` does not divide into as many multiples of 8 rows, or
     of ``grain`` columns, which TPUs place as they are, some are larger: all but the last are multiples of
-    ``grain`` parts, or of less where blocks are small.
+    ``grain`` parts, or of less where blocks are small, or where columns would be too uneven.
 
     Raises:
       ValueError: the schedule has more pieces than there are parts.
@@ -214,8 +222,15 @@ def parts(schedule: RingSchedule, unit: int, grain: int = tile.TILE_ROWS) -> tup
     pieces = schedule.pieces
     if pieces > unit:
         raise ValueError(f"a block of {unit} part(s) cannot be cut into {pieces} pieces")
-    even = grain if grain >= LANES else SUBLANES
-    while grain > 1 and (unit % (pieces * min(grain, even)) == 0 or 2 * grain * pieces > unit):
+    columns = grain >= LANES
+    even = grain if columns else SUBLANES
+    # The largest piece sets the pace of all hops.
+    most = UNEVEN * unit if columns else math.inf
+    while grain > 1 and (
+        unit % (pieces * min(grain, even)) == 0
+        or 2 * grain * pieces > unit
+        or _largest(unit, pieces, grain) * pieces > most
+    ):
         grain //= 2
     bounds = [Fraction(-(-unit * number // (pieces * grain)) * grain, unit) for number in range(pieces)]
     bounds.append(Fraction(1))

@@ -204,9 +204,17 @@ def test_pieces_that_are_not_equal_begin_at_a_tile(pieces: int, unit: int, sizes
 
 
 @pytest.mark.parametrize(
-    ("unit", "sizes"), [(6272, [3200, 3072]), (1152, [640, 512]), (1024, [512, 512]), (384, [192, 192])]
+    ("unit", "sizes"),
+    [
+        (6272, [3200, 3072]),
+        (1152, [640, 512]),
+        (1024, [512, 512]),
+        (384, [192, 192]),
+        (640, [320, 320]),  # 384 and 256 would make each hop a fifth longer
+        (896, [448, 448]),
+    ],
 )
-def test_columns_begin_at_a_lane(unit: int, sizes: list[int]) -> None:
+def test_columns_begin_at_a_lane_where_they_can(unit: int, sizes: list[int]) -> None:
     assert [part.share * unit for part in parts(RingSchedule(directions=2), unit, LANES)] == sizes
 
 
