@@ -18,8 +18,9 @@ from cost_model.explanation import explain
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
 from cost_model.plain_chain import chain_of
-from cost_model.ring import Estimate, RingWork, estimate
+from cost_model.ring import Estimate, estimate
 from cost_model.ring_order import RingOrder, ring_orders, ring_step_s
+from cost_model.ring_work import RingWork
 from cost_model.topology import Link, Place, Topology
 from cost_model.walk import Walk, ring_walks, walk_step_s
 

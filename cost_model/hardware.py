@@ -41,7 +41,10 @@ class Hardware:
         compilers were seen to keep it (of 64 or 128 MiB of VMEM), else half of that memory (L2).
       accumulator_on_chip_bytes: the largest partial sum that stays in that memory from one partial matmul to
         the next.
+      results_on_chip: the part of that memory which the results of partial matmuls may fill, together with
+        what is held there, to be put together in it.
       receives_on_chip: whether what collectives bring may arrive in that memory.
+      cuts_on_chip: whether a dot may read its block of an operand that lies in that memory as a whole.
       fuses_additions: whether adding to a partial sum is part of the matmul that makes the addend.
       copy_overhead_s: fixed cost of every copy that a ring makes beside its matmuls.
       joining: how many times as long as elsewhere it takes to join pieces, and to take results apart again.
@@ -80,7 +83,9 @@ class Hardware:
     matmul_tile: tuple[int, int, int]
     on_chip_bytes: float
     accumulator_on_chip_bytes: float = 0.0
+    results_on_chip: float = 0.0
     receives_on_chip: bool = True
+    cuts_on_chip: bool = True
     fuses_additions: bool = False
     copy_overhead_s: float = 0.0
     joining: float = 1.0
@@ -148,6 +153,11 @@ class Hardware:
             raise ValueError(f"hardware {self.name!r}: peak_flops must name at least one dtype")
         for dtype, _ in self.peak_flops:
             parse_dtype(dtype)
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether partial sums may stay on chip from one partial matmul to the next."""
+        return self.accumulator_on_chip_bytes > 0
 
     @property
     def axis_bytes_per_s(self) -> float:

@@ -6,7 +6,8 @@ import dataclasses
 from typing import Final
 
 from cost_model.axis import Axis
-from cost_model.ring import SHARDS_HELD, Estimate, RingWork, estimate
+from cost_model.ring import SHARDS_HELD, Estimate, estimate
+from cost_model.ring_work import RingWork
 
 PLACING: Final = {False: 3.0, True: 1.5}
 """Times as long as reading and writing it once takes what the compiler makes of placing a sum's shards: those
@@ -34,7 +35,7 @@ def gather_after(total_bytes: float, axis: Axis) -> Estimate:
     """
     hardware, gather_s, slowness = axis.hardware, axis.all_gather_s(total_bytes), 1.0
     if hardware.network == "torus" and "all_reduce" not in hardware.offloaded:
-        sums_near = hardware.accumulator_on_chip_bytes > 0
+        sums_near = hardware.keeps_sums
         slowness = GATHERED[sums_near and total_bytes <= SUM_ON_CHIP * hardware.on_chip_bytes]
     copy_s = slowness * 2 * total_bytes / hardware.hbm_bytes_per_s
     return Estimate(

@@ -17,7 +17,8 @@ from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
 from cost_model.offloaded import LEAST_ROWS, counts, in_words, is_offloaded, offloaded_estimate
 from cost_model.pipeline import gather_after, pipeline_estimate
-from cost_model.ring import Cut, Estimate, RingWork, estimate
+from cost_model.ring import Estimate, estimate
+from cost_model.ring_work import Cut, RingWork
 from cost_model.tile import LANES, tile_rows
 
 Pattern = Literal["all_gather_dot", "dot_reduce_scatter", "dot_psum", "all_to_all_dot", "dot_all_to_all"]

@@ -10,106 +10,20 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, fields
-from typing import Final, Literal
+from typing import Final
 
-from cost_model.axis import Axis, Directions
+from cost_model.axis import Axis
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
-from cost_model.matmul import Matmul, matmul_s
-from cost_model.on_chip import OTHER, SIDES, Side, beside_bytes, side_bytes, wholes_s
-from cost_model.tile import LANES, placed_slowness
-
-JOINING: Final = 0.7
-"""Times as long as reading and writing it once takes what a TPU's compiler makes of joining the pieces of a
-step for its only dot, and of taking the rows of the result apart again, by its own estimates (v5e, v6e, 7x:
-0.3 to 0.8). `Hardware.joining` of a chip multiplies it."""
-
-JOINING_MORE: Final = 2.0
-"""The same for several dots, or for one whose results are added up (v5e, v6e, 7x: 1.9 to 4.8)."""
-
-CUTTING: Final = 1.25
-"""The same of cutting a block out of an operand before its dot (v5e, v5p, v6e, 7x: 1.1 to 1.8)."""
-
-Cut = Literal["dot", "apart", "early"]
-"""How blocks of an operand are cut out of the whole: by the dot that reads them, or copied right before it,
-or before the hop that the dot hides."""
+from cost_model.matmul import matmul_s
+from cost_model.on_chip import side_bytes, wholes_s
+from cost_model.ring_copies import copies_s
+from cost_model.ring_on_chip import OnChip, keeps_sums, on_chip
+from cost_model.ring_work import RingWork, cut_side, sent_side
+from cost_model.tile import placed_slowness
 
 SHARDS_HELD: Final = 4.5
 """Shards that TPU compilers were seen to hold at once, and a bit: some come while others are multiplied."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RingWork:
-    """What one device does at a site: the collective with its dots, and one step of rings in their place.
-
-    Attributes:
-      collective: which collective the rings replace.
-      shard_bytes: bytes of one whole shard as the rings send it.
-      collective_shard_bytes: bytes per shard of the original collective, more when it moves a wider dtype.
-      matmuls: the original dots, whole.
-      piece: the dots of one piece of one step, in the order of `matmuls`.
-      directions: ways round that shards travel: 1, or 2 at once.
-      rings: rings with links of their own.
-      walks: whether they are the axis's walks, in place of rings along its orders.
-      chains: pieces of a shard per ring and direction. A step has directions · rings · chains pieces.
-      columns: how many such rings of steps run one after the other, each with its part of every shard.
-      joined: whether the pieces of a step go into one partial dot; then `piece` is that of all of them.
-      cut: how blocks of what does not travel come to the dots of a scatter, and to those of a gather that are
-        cut along K.
-      accumulator: dtype of the partial sums that dots add to, where they do: those of a gather whose piece is
-        cut along K, and those of a fused scatter, which are as they travel.
-      accumulators: to how many arrays the pieces of a gather add: all to one, or each to its own.
-      fused: whether the additions of a scatter ring are part of its dots, which then wait for the sums.
-      apart_bytes: bytes that are read and written beside the dots of one step: additions that are not part of
-        them, blocks copied for them.
-      hands_out_gathered: whether the rings also assemble the gathered array, for other uses.
-
-    Raises:
-      ValueError: a count is below 1, bytes are negative, or there is not one piece to each matmul.
-    """
-
-    collective: Literal["all_gather", "reduce_scatter"]
-    shard_bytes: float
-    collective_shard_bytes: float
-    matmuls: tuple[Matmul, ...]
-    piece: tuple[Matmul, ...]
-    directions: Directions = 1
-    rings: int = 1
-    walks: bool = False
-    chains: int = 1
-    columns: int = 1
-    joined: bool = False
-    cut: Cut = "dot"
-    accumulator: str = "float32"
-    accumulators: int = 1
-    fused: bool = True
-    apart_bytes: float = 0
-    hands_out_gathered: bool = False
-
-    def __post_init__(self) -> None:
-        if self.collective not in ("all_gather", "reduce_scatter"):
-            raise ValueError(f"collective must be 'all_gather' or 'reduce_scatter', got {self.collective!r}")
-        if self.directions not in (1, 2) or min(self.rings, self.chains, self.columns, self.accumulators) < 1:
-            raise ValueError(f"directions are 1 or 2, rings and other counts at least 1, got {self}")
-        if min(self.shard_bytes, self.collective_shard_bytes, self.apart_bytes) < 0:
-            raise ValueError(f"bytes must not be negative, got {self}")
-        if len(self.piece) != len(self.matmuls):
-            raise ValueError(f"every matmul needs its piece, got {self}")
-
-    @property
-    def pieces(self) -> int:
-        """Pieces of a shard, and so of a step."""
-        return self.directions * self.rings * self.chains
-
-    @property
-    def dots(self) -> int:
-        """Partial dots that a step runs of each matmul."""
-        return 1 if self.joined else self.pieces
-
-    @property
-    def pairs(self) -> tuple[tuple[Matmul, Matmul], ...]:
-        """Of each matmul its piece and the whole."""
-        return tuple(zip(self.piece, self.matmuls, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,10 +101,10 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
     """
     hardware = axis.hardware
     hops = axis.size - 1
-    copy_s = _copies_s(work, axis.size, hardware, cut_out=cut_out)
-    near, held_bytes = _near(work, axis.size, hardware)
-    first_s = work.dots * _pieces_s(work, near, hardware, adds=False) + copy_s
-    partial_s = work.dots * _pieces_s(work, near, hardware, adds=True) + copy_s
+    copy_s = copies_s(work, axis.size, hardware, cut_out=cut_out)
+    placed = on_chip(work, axis.size, hardware)
+    first_s = work.dots * _pieces_s(work, placed, hardware, adds=False) + copy_s
+    partial_s = work.dots * _pieces_s(work, placed, hardware, adds=True) + copy_s
     add_s = work.apart_bytes / hardware.hbm_bytes_per_s
 
     shard_bytes = work.shard_bytes
@@ -209,16 +123,19 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
         step_s = max(partial_s + add_s, wire_s)
 
     # The first dot waits for what is held, and the hop beside it is on its way meanwhile.
-    fetch_s = held_bytes / hardware.hbm_bytes_per_s if hardware.network == "torus" and not fetched else 0.0
+    fetch_s = (
+        placed.held_bytes / hardware.hbm_bytes_per_s if hardware.network == "torus" and not fetched else 0.0
+    )
     waited_s = max(0.0, fetch_s - max(0.0, step_s - add_s - partial_s))
-    waited_s += _brought_out_s(work, hardware)
+    if placed.results:  # and is brought out at the end
+        waited_s += sum(whole.result_bytes for whole in work.matmuls) / hardware.hbm_bytes_per_s
 
     gathered = work.collective == "all_gather"
     collective_s = (axis.all_gather_s if gathered else axis.reduce_scatter_s)(
         axis.size * work.collective_shard_bytes
     )
     latency_s = work.chains * axis.step_s(0, work.directions, work.rings, walks=work.walks)
-    sent = _sent_side(work, axis.size, *work.pairs[0]) if gathered and work.pairs else None
+    sent = sent_side(work, axis.size, *work.pairs[0]) if gathered and work.pairs else None
     dot_s = wholes_s(work.matmuls, hardware, collective_s if gathered else 0.0, sent)
     if not hops:  # one device has nothing to wait for
         return Estimate(
@@ -252,131 +169,32 @@ def _buffers_bytes(work: RingWork, axis_size: int) -> float:
         if work.collective == "all_gather" and piece.k < whole.k:
             sums_bytes += whole.batch * whole.m * whole.n * dtype_bytes(work.accumulator)
         if work.cut != "dot":
-            cut_bytes += work.dots * side_bytes(piece, _cut_side(work, axis_size, piece, whole))
+            cut_bytes += work.dots * side_bytes(piece, cut_side(work, axis_size, piece, whole))
     in_columns = work.columns > 1
     shards_bytes = min(axis_size - 1, SHARDS_HELD) * work.shard_bytes
     blocks = axis_size if in_columns else 2
     return (shards_bytes + (2 if in_columns else 1) * sums_bytes) / work.columns + blocks * cut_bytes
 
 
-def _copies_s(work: RingWork, axis_size: int, hardware: Hardware, *, cut_out: bool) -> float:
-    """Seconds of the copies of one step, beside its dots and what is added to them."""
-    slower = hardware.network == "torus"
-    shard_bytes = work.shard_bytes / work.columns
-    copied_bytes, copies = 0.0, 0.0
-    if work.hands_out_gathered:
-        copied_bytes += shard_bytes
-    if work.joined:
-        placed = [piece.result_bytes for piece, whole in work.pairs if piece.k == whole.k]
-        single = len(placed) == len(work.matmuls) == 1
-        slowness = (JOINING if single else JOINING_MORE) * hardware.joining if slower else 1.0
-        copied_bytes += slowness * (shard_bytes + sum(placed))
-        copies += 1 + work.pieces * len(placed)
-    if work.cut != "dot" and not cut_out:
-        sides = [(piece, _cut_side(work, axis_size, piece, whole)) for piece, whole in work.pairs]
-        blocks = [side_bytes(piece, side) for piece, side in sides if side is not None]
-        # All columns need the same blocks, and compilers cut them once.
-        copied_bytes += (CUTTING if slower else 1.0) * work.dots * sum(blocks) / work.columns
-        copies += work.pieces * len(blocks) / work.columns
-    return copies * hardware.copy_overhead_s + 2 * copied_bytes / hardware.hbm_bytes_per_s
-
-
-Near = tuple[bool, bool]
-"""Whether the left and the right operand are on chip before a dot starts."""
-
-
-def _near(work: RingWork, axis_size: int, hardware: Hardware) -> tuple[tuple[Near, ...], float]:
-    """What is on chip of every matmul's pieces, and the bytes of what all pieces share and is held there.
-
-    Held are the operands that all pieces share, as many as fit together, and then what a dot cuts its blocks
-    out of, if it fits well beside them. What was cut out before the dot is there, if it does, and so is what
-    travels if it is little.
-    """
-    shared: list[Side | None] = [piece.stationary(whole) for piece, whole in work.pairs]
-    held_bytes = 0.0
-    for number, (piece, side) in enumerate(zip(work.piece, shared, strict=True)):
-        if held_bytes + side_bytes(piece, side) <= hardware.on_chip_bytes:
-            held_bytes += side_bytes(piece, side)
-        else:
-            shared[number] = None
-    little_bytes = beside_bytes(held_bytes, hardware)
-    room_bytes = (hardware.on_chip_bytes - held_bytes) / 2
-    found: list[Near] = []
-    for (piece, whole), side in zip(work.pairs, shared, strict=True):
-        near = {operand: side == operand or side_bytes(piece, operand) <= little_bytes for operand in SIDES}
-        if work.collective == "all_gather" and not found and not hardware.receives_on_chip:
-            near[_sent_side(work, axis_size, piece, whole)] = False
-        cut = _cut_side(work, axis_size, piece, whole)
-        if piece.batch < whole.batch and work.collective == "all_gather":
-            cut = OTHER[_sent_side(work, axis_size, piece, whole)]
-        if cut is not None and hardware.network == "torus":
-            apart = work.cut != "dot" and piece.batch == whole.batch
-            needed_bytes = side_bytes(piece if apart else whole, cut)
-            near[cut] = needed_bytes <= room_bytes
-            if near[cut] and not apart:
-                held_bytes += needed_bytes
-                room_bytes -= needed_bytes
-        found.append((near["lhs"], near["rhs"]))
-    return tuple(found), held_bytes
-
-
-def _cut_side(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul) -> Side | None:
-    """Which operand does not travel, and is read block by block; None where there is none, or both are."""
-    if piece.batch < whole.batch:
-        return None
-    if work.collective == "reduce_scatter":
-        rows, columns = piece.m / whole.m, piece.n / whole.n
-        return None if rows == columns == 1 else "lhs" if rows <= columns else "rhs"
-    if piece.k == whole.k:
-        return None
-    return OTHER[_sent_side(work, axis_size, piece, whole)]
-
-
-def _sent_side(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul) -> Side:
-    """Which operand of a gather's dot travels."""
-    shared = piece.stationary(whole)
-    if shared is not None:
-        return OTHER[shared]
-    gathered_bytes = axis_size * work.shard_bytes
-    return min(SIDES, key=lambda side: abs(side_bytes(whole, side) - gathered_bytes))
-
-
-def _grows_on_chip(work: RingWork, piece: Matmul, whole: Matmul, hardware: Hardware) -> bool:
-    """Whether a gather's results of rows are small enough, all together, to stay on chip until the end."""
-    placed = work.collective == "all_gather" and not work.joined and hardware.network == "torus"
-    results_bytes = sum(each.result_bytes for each in work.matmuls)
-    few = results_bytes <= hardware.accumulator_on_chip_bytes
-    return placed and few and piece.k == whole.k and LANES <= piece.m < whole.m
-
-
-def _brought_out_s(work: RingWork, hardware: Hardware) -> float:
-    """Seconds of copying results from the chip at the end, where all of them have grown there."""
-    if not all(_grows_on_chip(work, piece, whole, hardware) for piece, whole in work.pairs):
-        return 0.0
-    return sum(whole.result_bytes for whole in work.matmuls) / hardware.hbm_bytes_per_s
-
-
-def _pieces_s(work: RingWork, near: tuple[Near, ...], hardware: Hardware, *, adds: bool) -> float:
+def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool) -> float:
     """Seconds of one piece's dots: in the first step, or in one that adds to sums, where there are any."""
     gathered = work.collective == "all_gather"
     summed = [adds and (piece.k < whole.k if gathered else work.fused) for piece, whole in work.pairs]
     width = dtype_bytes(work.accumulator)
     sums = zip(work.piece, summed, strict=True)
     sum_bytes = sum(piece.batch * piece.m * piece.n * width for piece, added in sums if added)
-    kept = sum_bytes * work.accumulators <= hardware.accumulator_on_chip_bytes
-    if not gathered:  # it comes and goes, so it must be little
-        kept = kept and sum_bytes <= beside_bytes(0, hardware)
+    kept = keeps_sums(work, sum_bytes, hardware)
     total_s = 0.0
-    for (piece, whole), added, (lhs, rhs) in zip(work.pairs, summed, near, strict=True):
-        placed = gathered and not work.joined and piece.k == whole.k and piece.m < whole.m
-        by_tiles = placed and hardware.network == "torus"
+    for (piece, whole), added, (lhs, rhs) in zip(work.pairs, summed, placed.near, strict=True):
+        by_rows = gathered and not work.joined and piece.k == whole.k and piece.m < whole.m
+        by_tiles = by_rows and hardware.network == "torus"
         slowness = placed_slowness(piece.m, piece.k, piece.n) if by_tiles else 1.0
         total_s += slowness * matmul_s(
             dataclasses.replace(piece, out_dtype=work.accumulator) if added else piece,
             hardware,
             lhs_on_chip=lhs,
             rhs_on_chip=rhs,
-            result_on_chip=(added and kept) or _grows_on_chip(work, piece, whole, hardware),
+            result_on_chip=(added and kept) or placed.results,
             accumulator=work.accumulator if added else None,
             accumulator_on_chip=added and kept,
         )

@@ -53,6 +53,9 @@ ONLY_PREDICTING: Final = frozenset(
             "pipeline",
             "plain_chain",
             "ring",
+            "ring_copies",
+            "ring_on_chip",
+            "ring_work",
             "strategies",
         )
     }

@@ -21,7 +21,7 @@ from cost_model import (
     matmul_s,
     names,
 )
-from cost_model.ring import CUTTING, JOINING, JOINING_MORE
+from cost_model.ring_copies import CUTTING, JOINING, JOINING_MORE
 
 _V5P, _V5E, _H100, _CPU = by_name("tpu_v5p"), by_name("tpu_v5e"), by_name("h100"), by_name("cpu")
 

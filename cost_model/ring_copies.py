@@ -1,0 +1,97 @@
+"""The time of what rings copy beside their partial dots.
+
+Factors are of the compilers' own estimates in compiled rings: how many times as long as reading and writing
+the bytes once a copy takes.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from cost_model.hardware import Hardware
+from cost_model.matmul import Matmul
+from cost_model.on_chip import Side, side_bytes
+from cost_model.ring_work import RingWork, cut_side
+
+JOINING: Final = 0.7
+"""What a TPU's compiler makes of joining the pieces of a step for its only dot, and of taking the rows of the
+result apart again (v5e, v6e, 7x: 0.3 to 0.8). `Hardware.joining` of a chip multiplies it."""
+
+JOINING_MORE: Final = 2.0
+"""The same for several dots, or for one whose results are added up (v5e, v6e, 7x: 1.9 to 4.8)."""
+
+JOINING_BLOCKS: Final = 1.5
+"""Of joining the blocks of the other operand, where the pieces' results are added up and the whole of it is
+not on chip (v4, v5e, v6e, 7x: 1.3 to 3.4)."""
+
+CUTTING: Final = 1.25
+"""Of cutting a block out of an operand before its dot, from main memory (v5e, v5p, v6e, 7x: 1.1 to 1.8)."""
+
+CUTTING_ROWS: Final = 0.8
+"""Of cutting rows of an operand that fits on chip: it is fetched once (v5e, v6e, 7x: 0.7 to 1.2)."""
+
+CUTTING_COLUMNS: Final = 0.6
+"""The same of columns (v5e, v6e, 7x: 0.3 to 0.8)."""
+
+
+def copies_s(work: RingWork, axis_size: int, hardware: Hardware, *, cut_out: bool) -> float:
+    """Seconds of the copies of one step, beside its dots and what is added to them.
+
+    Args:
+      work: the rings.
+      axis_size: devices of the axis.
+      hardware: where they run.
+      cut_out: whether the blocks that are cut out before their dots have been, for another chunk of a psum.
+        Those from an operand on chip do not last, and are cut out anew.
+    """
+    shard_bytes = work.shard_bytes / work.columns
+    copied_bytes, copies = 0.0, 0.0
+    if work.hands_out_gathered:
+        copied_bytes += shard_bytes
+    if work.joined:
+        placed = [piece.result_bytes for piece, whole in work.pairs if piece.k == whole.k]
+        copied_bytes += _joining(work, len(placed), hardware) * (shard_bytes + sum(placed))
+        copied_bytes += _joined_blocks_bytes(work, axis_size, hardware)
+        copies += 1 + work.pieces * len(placed)
+    for piece, whole in work.pairs if work.cut != "dot" else ():
+        side = cut_side(work, axis_size, piece, whole)
+        near = _from_chip(work, whole, side, hardware)
+        if side is not None and (near or not cut_out):
+            # All columns need the same blocks, and compilers cut them once.
+            factor = _cutting(work, hardware, near=near)
+            copied_bytes += factor * work.dots * side_bytes(piece, side) / work.columns
+            copies += 0 if near else work.pieces / work.columns
+    return copies * hardware.copy_overhead_s + 2 * copied_bytes / hardware.hbm_bytes_per_s
+
+
+def _joining(work: RingWork, placed: int, hardware: Hardware) -> float:
+    """Times as long as copying takes to join pieces, and to take apart what is placed of their results."""
+    if hardware.network != "torus":
+        return 1.0
+    return (JOINING if placed == len(work.matmuls) == 1 else JOINING_MORE) * hardware.joining
+
+
+def _joined_blocks_bytes(work: RingWork, axis_size: int, hardware: Hardware) -> float:
+    """Bytes copied to join the blocks of the operands that do not travel, those of all columns at once."""
+    if hardware.network != "torus":
+        return 0.0
+    copied_bytes = 0.0
+    for piece, whole in work.pairs:
+        side = cut_side(work, axis_size, piece, whole)
+        if side_bytes(whole, side) > hardware.on_chip_bytes:
+            copied_bytes += JOINING_BLOCKS * side_bytes(piece, side) / work.columns
+    return copied_bytes
+
+
+def _from_chip(work: RingWork, whole: Matmul, side: Side | None, hardware: Hardware) -> bool:
+    """Whether blocks are cut from an operand that has been fetched as a whole."""
+    return hardware.keeps_sums and not work.joined and side_bytes(whole, side) <= hardware.on_chip_bytes
+
+
+def _cutting(work: RingWork, hardware: Hardware, *, near: bool) -> float:
+    """Times as long as copying takes to cut a block."""
+    if hardware.network != "torus":
+        return 1.0
+    if not near:
+        return CUTTING
+    return CUTTING_ROWS if work.collective == "reduce_scatter" else CUTTING_COLUMNS

@@ -1,0 +1,127 @@
+"""What of a ring's partial dots is on chip: their operands, their results, and what waits for that.
+
+As TPU compilers were seen to place it, by the compiled rings of `bench/decisions.py`: hardware says how they
+differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cost_model.hardware import Hardware
+from cost_model.matmul import Matmul
+from cost_model.on_chip import OTHER, SIDES, Side, beside_bytes, side_bytes
+from cost_model.ring_work import RingWork, cut_side, sent_side
+
+Near = tuple[bool, bool]
+"""Whether the left and the right operand are on chip before a dot starts."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnChip:
+    """What is on chip.
+
+    Attributes:
+      near: of every matmul's pieces, the operands.
+      held_bytes: of the operands that are held there throughout, for which the first dot waits.
+      results: whether a gather's results grow there until the end.
+    """
+
+    near: tuple[Near, ...]
+    held_bytes: float
+    results: bool
+
+
+def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
+    """What is on chip of the partial dots, in all steps but the first.
+
+    Held are the operands that all pieces share, as many as fit together, and then what a dot cuts its blocks
+    out of, if it fits well beside them; before all of them that, where it is the largest that fits. What was
+    cut out before the dot is there, if it fits, and so is what travels if it is little.
+    """
+    shared = [_shared_side(work, axis_size, piece, whole, hardware) for piece, whole in work.pairs]
+    first_bytes = held_bytes = _cut_first_bytes(work, axis_size, shared, hardware)
+    for number, (whole, side) in enumerate(zip(work.matmuls, shared, strict=True)):
+        if held_bytes + side_bytes(whole, side) <= hardware.on_chip_bytes:
+            held_bytes += side_bytes(whole, side)
+        else:
+            shared[number] = None
+    little_bytes = beside_bytes(held_bytes, hardware)
+    room_bytes = (hardware.on_chip_bytes - held_bytes) / 2
+    found: list[Near] = []
+    for (piece, whole), side in zip(work.pairs, shared, strict=True):
+        near = {operand: side == operand or side_bytes(piece, operand) <= little_bytes for operand in SIDES}
+        if work.collective == "all_gather" and not found and not hardware.receives_on_chip:
+            near[sent_side(work, axis_size, piece, whole)] = False
+        cut = _read_by_blocks(work, axis_size, piece, whole)
+        if cut is not None and hardware.network == "torus":
+            apart = work.cut != "dot" and piece.batch == whole.batch
+            needed_bytes = side_bytes(piece if apart else whole, cut)
+            near[cut] = bool(first_bytes) or needed_bytes <= room_bytes
+            if work.collective == "reduce_scatter" and not apart:
+                near[cut] = near[cut] and hardware.cuts_on_chip
+            if near[cut] and not apart and not first_bytes:
+                held_bytes += needed_bytes
+                room_bytes -= needed_bytes
+        found.append((near["lhs"], near["rhs"]))
+    return OnChip(tuple(found), held_bytes, _grows(work, held_bytes, hardware))
+
+
+def _shared_side(
+    work: RingWork, axis_size: int, piece: Matmul, whole: Matmul, hardware: Hardware
+) -> Side | None:
+    """Which operand all steps share, be it that each piece of a scatter takes its own part of it."""
+    shared = piece.stationary(whole)
+    if shared is None and work.collective == "reduce_scatter" and hardware.cuts_on_chip:
+        cut = cut_side(work, axis_size, piece, whole)
+        return None if cut is None else OTHER[cut]
+    return shared
+
+
+def _cut_first_bytes(work: RingWork, axis_size: int, shared: list[Side | None], hardware: Hardware) -> float:
+    """Bytes of what the first matmul's dots cut their blocks out of, where that is held before all else.
+
+    TPU compilers fetch one operand before a program begins: the largest that fits, not the one that is read
+    most often.
+    """
+    if work.cut != "dot" or hardware.network != "torus":
+        return 0.0
+    if work.collective == "all_gather" and not hardware.cuts_on_chip:
+        return 0.0
+    piece, whole = work.pairs[0]
+    cut_bytes = side_bytes(whole, cut_side(work, axis_size, piece, whole))
+    larger = cut_bytes > side_bytes(whole, shared[0])
+    return cut_bytes if larger and cut_bytes <= hardware.on_chip_bytes else 0.0
+
+
+def _read_by_blocks(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul) -> Side | None:
+    """The operand whose blocks are read by step: also the other operand of a batch whose one is gathered."""
+    if piece.batch < whole.batch and work.collective == "all_gather":
+        return OTHER[sent_side(work, axis_size, piece, whole)]
+    return cut_side(work, axis_size, piece, whole)
+
+
+def _grows(work: RingWork, held_bytes: float, hardware: Hardware) -> bool:
+    """Whether a gather's results of rows are put together on chip, as all fit there beside what is held."""
+    if work.collective != "all_gather" or work.joined:
+        return False
+    rows = all(piece.k == whole.k and piece.m < whole.m for piece, whole in work.pairs)
+    results_bytes = sum(whole.result_bytes for whole in work.matmuls)
+    return rows and results_bytes + held_bytes <= hardware.results_on_chip * hardware.on_chip_bytes
+
+
+def keeps_sums(work: RingWork, sum_bytes: float, hardware: Hardware) -> bool:
+    """Whether partial sums stay on chip from one dot to the next.
+
+    Those of a scatter come and go: they must be little, and arrive there.
+
+    Args:
+      work: the rings.
+      sum_bytes: of the sums that one piece's dots add to.
+      hardware: where they run.
+    """
+    kept = sum_bytes * work.accumulators <= hardware.accumulator_on_chip_bytes
+    if work.collective == "all_gather":
+        return kept
+    arrives = hardware.receives_on_chip and hardware.results_on_chip > 0
+    return kept and arrives and sum_bytes <= beside_bytes(0, hardware)

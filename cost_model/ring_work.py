@@ -1,0 +1,109 @@
+"""What rings do on one device: the collective that they replace, and the partial dots of one step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cost_model.axis import Directions
+from cost_model.matmul import Matmul
+from cost_model.on_chip import OTHER, SIDES, Side, side_bytes
+
+Cut = Literal["dot", "apart", "early"]
+"""How blocks of an operand are cut out of the whole: by the dot that reads them, or copied right before it,
+or before the hop that the dot hides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingWork:
+    """What one device does at a site: the collective with its dots, and one step of rings in their place.
+
+    Attributes:
+      collective: which collective the rings replace.
+      shard_bytes: bytes of one whole shard as the rings send it.
+      collective_shard_bytes: bytes per shard of the original collective, more when it moves a wider dtype.
+      matmuls: the original dots, whole.
+      piece: the dots of one piece of one step, in the order of `matmuls`.
+      directions: ways round that shards travel: 1, or 2 at once.
+      rings: rings with links of their own.
+      walks: whether they are the axis's walks, in place of rings along its orders.
+      chains: pieces of a shard per ring and direction. A step has directions · rings · chains pieces.
+      columns: how many such rings of steps run one after the other, each with its part of every shard.
+      joined: whether the pieces of a step go into one partial dot; then `piece` is that of all of them.
+      cut: how blocks of what does not travel come to the dots of a scatter, and to those of a gather that are
+        cut along K.
+      accumulator: dtype of the partial sums that dots add to, where they do: those of a gather whose piece is
+        cut along K, and those of a fused scatter, which are as they travel.
+      accumulators: to how many arrays the pieces of a gather add: all to one, or each to its own.
+      fused: whether the additions of a scatter ring are part of its dots, which then wait for the sums.
+      apart_bytes: bytes that are read and written beside the dots of one step: additions that are not part of
+        them, blocks copied for them.
+      hands_out_gathered: whether the rings also assemble the gathered array, for other uses.
+
+    Raises:
+      ValueError: a count is below 1, bytes are negative, or there is not one piece to each matmul.
+    """
+
+    collective: Literal["all_gather", "reduce_scatter"]
+    shard_bytes: float
+    collective_shard_bytes: float
+    matmuls: tuple[Matmul, ...]
+    piece: tuple[Matmul, ...]
+    directions: Directions = 1
+    rings: int = 1
+    walks: bool = False
+    chains: int = 1
+    columns: int = 1
+    joined: bool = False
+    cut: Cut = "dot"
+    accumulator: str = "float32"
+    accumulators: int = 1
+    fused: bool = True
+    apart_bytes: float = 0
+    hands_out_gathered: bool = False
+
+    def __post_init__(self) -> None:
+        if self.collective not in ("all_gather", "reduce_scatter"):
+            raise ValueError(f"collective must be 'all_gather' or 'reduce_scatter', got {self.collective!r}")
+        if self.directions not in (1, 2) or min(self.rings, self.chains, self.columns, self.accumulators) < 1:
+            raise ValueError(f"directions are 1 or 2, rings and other counts at least 1, got {self}")
+        if min(self.shard_bytes, self.collective_shard_bytes, self.apart_bytes) < 0:
+            raise ValueError(f"bytes must not be negative, got {self}")
+        if len(self.piece) != len(self.matmuls):
+            raise ValueError(f"every matmul needs its piece, got {self}")
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of a shard, and so of a step."""
+        return self.directions * self.rings * self.chains
+
+    @property
+    def dots(self) -> int:
+        """Partial dots that a step runs of each matmul."""
+        return 1 if self.joined else self.pieces
+
+    @property
+    def pairs(self) -> tuple[tuple[Matmul, Matmul], ...]:
+        """Of each matmul its piece and the whole."""
+        return tuple(zip(self.piece, self.matmuls, strict=True))
+
+
+def cut_side(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul) -> Side | None:
+    """Which operand does not travel, and is read block by block; None where there is none, or both are."""
+    if piece.batch < whole.batch:
+        return None
+    if work.collective == "reduce_scatter":
+        rows, columns = piece.m / whole.m, piece.n / whole.n
+        return None if rows == columns == 1 else "lhs" if rows <= columns else "rhs"
+    if piece.k == whole.k:
+        return None
+    return OTHER[sent_side(work, axis_size, piece, whole)]
+
+
+def sent_side(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul) -> Side:
+    """Which operand of a gather's dot travels."""
+    shared = piece.stationary(whole)
+    if shared is not None:
+        return OTHER[shared]
+    gathered_bytes = axis_size * work.shard_bytes
+    return min(SIDES, key=lambda side: abs(side_bytes(whole, side) - gathered_bytes))
