@@ -21,7 +21,15 @@ from cost_model import (
     matmul_s,
     names,
 )
-from cost_model.ring_copies import CUTTING, JOINING, JOINING_MORE
+from cost_model.ring_copies import (
+    CUTTING,
+    CUTTING_COLUMNS,
+    CUTTING_ROWS,
+    JOINING,
+    JOINING_BLOCKS,
+    JOINING_MORE,
+    copies_s,
+)
 
 _V5P, _V5E, _H100, _CPU = by_name("tpu_v5p"), by_name("tpu_v5e"), by_name("h100"), by_name("cpu")
 
@@ -266,8 +274,13 @@ def test_an_accumulator_too_large_for_the_chip_is_read_and_written_by_every_dot(
     assert _summing(_PLAIN).partials_s == pytest.approx(_M_S + 3 * (12e-3 + 1e-6))
     holding = dataclasses.replace(_PLAIN, accumulator_on_chip_bytes=4e6)
     assert _summing(holding).partials_s == pytest.approx(_M_S + 3 * (4e-3 + 1e-6))
+    # Joined, the blocks of 2e6 bytes of the other operand are copied too.
     joined = _summing(_PLAIN, directions=2, joined=True)
-    assert joined.partials_s == pytest.approx(_M_S + 3 * (12e-3 + 1e-6))
+    blocks_s = 4 * 2 * JOINING_BLOCKS * 2e-3
+    assert joined.partials_s == pytest.approx(_M_S + 3 * (12e-3 + 1e-6) + blocks_s)
+    roomy = dataclasses.replace(_PLAIN, on_chip_bytes=8e6, cuts_on_chip=False)
+    near = _summing(roomy, directions=2, joined=True)
+    assert near.partials_s == pytest.approx(_M_S + 3 * (12e-3 + 1e-6))
 
 
 def test_accumulators_of_pieces_must_fit_on_the_chip_together() -> None:
@@ -427,16 +440,44 @@ def test_what_arrives_is_read_by_the_first_dot_where_it_does_not_come_to_the_chi
     assert estimate(two, Axis(roomy, 4)).partials_s == pytest.approx(4e-3 + 4 * (far_s + near_s))
 
 
-def test_results_that_fit_grow_on_the_chip_and_leave_it_at_the_end() -> None:
+def test_results_that_grow_on_the_chip_leave_it_at_the_end() -> None:
     whole = dataclasses.replace(_M, m=4000)
-    work = _work(matmuls=(whole,), shard_bytes=0, collective_shard_bytes=0)
-    fitting = dataclasses.replace(_PLAIN, accumulator_on_chip_bytes=8e6)
-    assert estimate(work, Axis(fitting, 4)).partials_s == pytest.approx(4 * (4e-3 + 1e-6) + 8e-3)
-    too_small = dataclasses.replace(_PLAIN, accumulator_on_chip_bytes=8e6 - 1)
-    assert estimate(work, Axis(too_small, 4)).partials_s == pytest.approx(4 * _M_S)
-    few = dataclasses.replace(_M, m=100)
-    work = _work(matmuls=(dataclasses.replace(few, m=400),), piece=(few,), shard_bytes=0)
-    assert estimate(work, Axis(fitting, 4)).partials_s == pytest.approx(4 * matmul_s(few, _PLAIN))
+    work = _work(matmuls=(whole,), shard_bytes=0, collective_shard_bytes=0, directions=2)
+    # Results of 8e6 bytes, beside 2e6 that all dots share; a step has two dots, as large as one here.
+    growing = dataclasses.replace(_PLAIN, on_chip_bytes=10e6, results_on_chip=1.0)
+    brought_s, waited_s = 8e-3, 2e-3
+    near_s = matmul_s(_M, _PLAIN, rhs_on_chip=True, result_on_chip=True)
+    assert estimate(work, Axis(growing, 4)).partials_s == pytest.approx(waited_s + 8 * near_s + brought_s)
+    too_small = dataclasses.replace(growing, results_on_chip=0.99)
+    far_s = matmul_s(_M, _PLAIN, rhs_on_chip=True)
+    assert estimate(work, Axis(too_small, 4)).partials_s == pytest.approx(waited_s + 8 * far_s)
+
+
+def test_blocks_of_what_was_fetched_whole_are_cut_out_sooner() -> None:
+    """Of x[8000, 500], 8e6 bytes, or x[1000, 4000], where the chip keeps sums and has room for it."""
+    roomy = dataclasses.replace(_PLAIN, on_chip_bytes=8e6, copy_overhead_s=1.0)
+    keeping_none = dataclasses.replace(roomy, accumulator_on_chip_bytes=0.0)
+    rows = _scatter(8000, 500, 1000, 4, 2, fused=False, cut="early")
+    piece = Matmul(m=1000, k=1000, n=500)
+    columns = _work(
+        matmuls=(dataclasses.replace(piece, k=4000),),
+        piece=(piece,),
+        shard_bytes=1e6,
+        collective_shard_bytes=1e6,
+        cut="apart",
+    )
+    copied = [
+        (rows, roomy, 2 * CUTTING_ROWS * 2e-3),
+        (rows, keeping_none, 2 * CUTTING * 2e-3 + 2.0),
+        (columns, roomy, 2 * CUTTING_COLUMNS * 2e-3),
+        (columns, keeping_none, 2 * CUTTING * 2e-3 + 1.0),
+        (rows, _PLAIN, 2 * CUTTING * 2e-3),
+    ]
+    for work, hardware, seconds in copied:
+        assert copies_s(work, 4, hardware, cut_out=False) == pytest.approx(seconds)
+    # Where an earlier chunk's blocks are still there, they are not cut out again; on chip they are not.
+    assert copies_s(rows, 4, keeping_none, cut_out=True) == 0
+    assert copies_s(rows, 4, roomy, cut_out=True) == pytest.approx(2 * CUTTING_ROWS * 2e-3)
 
 
 def test_rows_that_no_small_window_divides_take_longer_to_place() -> None:

@@ -1,0 +1,114 @@
+"""What of a ring's partial dots is held on chip, and in what order TPU compilers put it there."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from cost_model import Hardware, Matmul, RingWork, by_name
+from cost_model.ring_on_chip import keeps_sums, on_chip
+
+ROOM: Hardware = dataclasses.replace(
+    by_name("tpu_v5e"), on_chip_bytes=10e6, accumulator_on_chip_bytes=1e6, results_on_chip=0.9
+)
+"""A chip with room for 10 MB, that holds all it can."""
+
+X_BYTES, W_BYTES = 8e6, 4e6
+
+
+def scatter(*, across: bool = False, **form: Any) -> RingWork:
+    """x[4000, 1000] times w[1000, 2000] in bfloat16, scattered on rows to 4 devices both ways.
+
+    Blocks of x are cut out of its 8e6 bytes; the 4e6 of w are shared by all steps, a half by each direction
+    where the pieces are cut across.
+    """
+    whole = Matmul(m=4000, k=1000, n=2000)
+    piece = dataclasses.replace(whole, m=1000, n=1000) if across else dataclasses.replace(whole, m=500)
+    return RingWork(
+        collective="reduce_scatter",
+        shard_bytes=4e6,
+        collective_shard_bytes=4e6,
+        matmuls=(whole,),
+        piece=(piece,),
+        directions=2,
+        **form,
+    )
+
+
+def gather(**form: Any) -> RingWork:
+    """x[1000, 4000] times w[4000, 500] in bfloat16, w gathered along K on 4 devices: x has 8e6 bytes."""
+    whole = Matmul(m=1000, k=4000, n=500)
+    return RingWork(
+        collective="all_gather",
+        shard_bytes=1e6,
+        collective_shard_bytes=1e6,
+        matmuls=(whole,),
+        piece=(dataclasses.replace(whole, k=1000),),
+        **form,
+    )
+
+
+def placed(work: RingWork, hardware: Hardware, **changes: Any) -> tuple[tuple[bool, bool], float]:
+    """What is near of the only dot, and the bytes that are held."""
+    found = on_chip(work, 4, dataclasses.replace(hardware, **changes))
+    return found.near[0], found.held_bytes
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_the_largest_operand_that_fits_is_fetched_before_what_is_read_most_often(across: bool) -> None:
+    work = scatter(across=across)
+    assert placed(work, ROOM) == ((True, False), X_BYTES)
+    assert placed(work, ROOM, on_chip_bytes=X_BYTES + W_BYTES) == ((True, True), X_BYTES + W_BYTES)
+    # Too large for the chip, it leaves room for the other.
+    assert placed(work, ROOM, on_chip_bytes=X_BYTES - 1) == ((False, True), W_BYTES)
+
+
+def test_what_is_cut_out_beforehand_does_not_take_the_place_of_what_is_shared() -> None:
+    assert placed(scatter(cut="early"), ROOM) == ((True, True), W_BYTES)
+
+
+def test_a_gather_s_dots_find_the_other_operand_there_if_it_fits() -> None:
+    assert placed(gather(), ROOM, on_chip_bytes=X_BYTES)[0] == (True, False)
+    assert placed(gather(), ROOM, on_chip_bytes=X_BYTES)[1] == X_BYTES
+    assert placed(gather(), ROOM, on_chip_bytes=X_BYTES - 1) == ((False, False), 0)
+
+
+def test_where_dots_read_no_blocks_of_what_is_on_chip_only_what_is_shared_is_held() -> None:
+    ((x_near, w_near), _) = placed(scatter(), ROOM, on_chip_bytes=100e6, cuts_on_chip=False)
+    assert (x_near, w_near) == (False, True)
+    # Nor is each direction's half of an operand.
+    assert placed(scatter(across=True), ROOM, on_chip_bytes=20e6, cuts_on_chip=False)[0] == (False, False)
+
+
+def test_sums_that_travel_stay_on_chip_only_where_they_arrive_there() -> None:
+    work = scatter()
+    little = 0.5e6  # a sixteenth of the room is 625 kB
+    assert keeps_sums(work, little, ROOM)
+    assert not keeps_sums(work, 0.7e6, ROOM)
+    assert not keeps_sums(work, little, dataclasses.replace(ROOM, receives_on_chip=False))
+    assert not keeps_sums(work, little, dataclasses.replace(ROOM, results_on_chip=0.0))
+
+
+def test_sums_of_a_gather_stay_if_all_of_them_fit() -> None:
+    far = dataclasses.replace(ROOM, receives_on_chip=False, results_on_chip=0.0)
+    assert keeps_sums(gather(), 1e6, far)
+    assert not keeps_sums(gather(), 1e6 + 1, far)
+    assert not keeps_sums(gather(accumulators=2), 0.6e6, far)
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_results_of_rows_grow_there_beside_what_is_held(joined: bool) -> None:
+    """x[4000, 1000] gathered on rows, times w[1000, 500]: results of 4e6 bytes beside the 1e6 of w."""
+    whole = Matmul(m=4000, k=1000, n=500)
+    work = RingWork(
+        collective="all_gather",
+        shard_bytes=2e6,
+        collective_shard_bytes=2e6,
+        matmuls=(whole,),
+        piece=(dataclasses.replace(whole, m=1000),),
+        joined=joined,
+    )
+    roomy = dataclasses.replace(ROOM, on_chip_bytes=5e6 / 0.9 + 1)
+    assert on_chip(work, 4, roomy).results is not joined
+    assert not on_chip(work, 4, dataclasses.replace(roomy, on_chip_bytes=5e6 / 0.9 - 1)).results
+    assert not on_chip(work, 4, dataclasses.replace(roomy, results_on_chip=0.0)).results
