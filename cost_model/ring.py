@@ -84,10 +84,9 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
     it is sent on; if the dot itself adds to it, its hop runs beside the dots of the other pieces only.
     Copying the gathered shards into place reads and writes each once. Joining the pieces of a step, taking
     the rows of its results apart again, and cutting blocks out of an operand before its dots take as long as
-    `JOINING`, `JOINING_MORE` and `CUTTING` say, and each copy a fixed time; a block that was cut out is found
-    on chip, if it fits there. So is an operand that every partial dot shares, for which the first dot waits.
-    Partial sums are read and written by every dot that adds to them, unless they stay on chip; of sums that
-    travel small ones do.
+    `cost_model.ring_copies` says, and what is on chip is what `cost_model.ring_on_chip` says: the first dot
+    waits for what is held there, and results that grow there leave it at the end. Partial sums are read and
+    written by every dot that adds to them, unless they stay on chip.
 
     Where the hardware does not overlap, hops and partial dots take turns, and a hop carries no less than the
     original collective did: a narrower wire is not an effect of the ring, and shared memory does not reward

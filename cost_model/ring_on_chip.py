@@ -84,7 +84,7 @@ def _cut_first_bytes(work: RingWork, axis_size: int, shared: list[Side | None], 
     TPU compilers fetch one operand before a program begins: the largest that fits, not the one that is read
     most often.
     """
-    if work.cut != "dot" or hardware.network != "torus":
+    if not work.pairs or work.cut != "dot" or hardware.network != "torus":
         return 0.0
     if work.collective == "all_gather" and not hardware.cuts_on_chip:
         return 0.0
