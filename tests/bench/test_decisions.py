@@ -394,7 +394,8 @@ def test_a_small_run_compiles_writes_and_goes_on(tmp_path: Path, capsys: pytest.
         line["schedule"]: line["seconds"] for line in lines
     }
     for each in found["compiled"].values():
-        assert 0 < each["matmul_s"] <= each["compute_s"] < each["seconds"]
+        assert 0 < each["matmul_s"] <= each["compute_s"] * (1 + 1e-9)  # Sums in another order.
+        assert each["compute_s"] < each["seconds"]
         assert each["seconds"] == pytest.approx(
             each["compute_s"] + each["exposed_s"] + each["copy_wait_s"], rel=0.1
         )
