@@ -70,9 +70,10 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
 def _shared_side(
     work: RingWork, axis_size: int, piece: Matmul, whole: Matmul, hardware: Hardware
 ) -> Side | None:
-    """Which operand all steps share, be it that each piece of a scatter takes its own part of it."""
+    """Which operand all steps share, be it on TPU that each piece of a scatter takes its own part of it."""
     shared = piece.stationary(whole)
-    if shared is None and work.collective == "reduce_scatter" and hardware.cuts_on_chip:
+    by_parts = hardware.network == "torus" and hardware.cuts_on_chip
+    if shared is None and work.collective == "reduce_scatter" and by_parts:
         cut = cut_side(work, axis_size, piece, whole)
         return None if cut is None else OTHER[cut]
     return shared
