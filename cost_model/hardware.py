@@ -118,7 +118,8 @@ class Hardware:
                 raise ValueError(
                     f"hardware {self.name!r}: {field} must be positive and finite, got {value!r}"
                 )
-        for field in ("copy_overhead_s", "joining", "clock_hz", "dcn_bytes_per_s", "dcn_latency_s"):
+        not_negative = ("results_on_chip", "copy_overhead_s", "joining", "clock_hz")
+        for field in (*not_negative, "dcn_bytes_per_s", "dcn_latency_s"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(

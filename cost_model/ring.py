@@ -96,7 +96,7 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
       work: what the rings do.
       axis: the devices.
       fetched: whether what is held on chip is there before the first dot.
-      cut_out: whether the blocks that are cut out before their dots have been, for another column.
+      cut_out: whether the blocks that are cut out before their dots have been, for another chunk of a psum.
     """
     hardware = axis.hardware
     hops = axis.size - 1
