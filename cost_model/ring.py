@@ -18,7 +18,7 @@ from cost_model.hardware import Hardware
 from cost_model.matmul import matmul_s
 from cost_model.on_chip import side_bytes, wholes_s
 from cost_model.ring_copies import copies_s
-from cost_model.ring_on_chip import OnChip, keeps_sums, on_chip
+from cost_model.ring_on_chip import OnChip, on_chip, sums_stay
 from cost_model.ring_work import RingWork, cut_side, sent_side
 from cost_model.tile import placed_slowness
 
@@ -122,9 +122,8 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
         step_s = max(partial_s + add_s, wire_s)
 
     # The first dot waits for what is held, and the hop beside it is on its way meanwhile.
-    fetch_s = (
-        placed.held_bytes / hardware.hbm_bytes_per_s if hardware.network == "torus" and not fetched else 0.0
-    )
+    waits = hardware.network == "torus" and not fetched
+    fetch_s = placed.held_bytes / hardware.hbm_bytes_per_s if waits else 0.0
     waited_s = max(0.0, fetch_s - max(0.0, step_s - add_s - partial_s))
     if placed.results:  # and is brought out at the end
         waited_s += sum(whole.result_bytes for whole in work.matmuls) / hardware.hbm_bytes_per_s
@@ -182,7 +181,7 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool)
     width = dtype_bytes(work.accumulator)
     sums = zip(work.piece, summed, strict=True)
     sum_bytes = sum(piece.batch * piece.m * piece.n * width for piece, added in sums if added)
-    kept = keeps_sums(work, sum_bytes, hardware)
+    kept = sums_stay(work, sum_bytes, hardware)
     total_s = 0.0
     for (piece, whole), added, (lhs, rhs) in zip(work.pairs, summed, placed.near, strict=True):
         by_rows = gathered and not work.joined and piece.k == whole.k and piece.m < whole.m

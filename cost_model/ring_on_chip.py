@@ -111,7 +111,7 @@ def _grows(work: RingWork, held_bytes: float, hardware: Hardware) -> bool:
     return rows and results_bytes + held_bytes <= hardware.results_on_chip * hardware.on_chip_bytes
 
 
-def keeps_sums(work: RingWork, sum_bytes: float, hardware: Hardware) -> bool:
+def sums_stay(work: RingWork, sum_bytes: float, hardware: Hardware) -> bool:
     """Whether partial sums stay on chip from one dot to the next.
 
     Those of a scatter come and go: they must be little, and arrive there.

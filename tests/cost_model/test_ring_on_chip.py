@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from cost_model import Hardware, Matmul, RingWork, by_name
-from cost_model.ring_on_chip import keeps_sums, on_chip
+from cost_model.ring_on_chip import on_chip, sums_stay
 
 ROOM: Hardware = dataclasses.replace(
     by_name("tpu_v5e"), on_chip_bytes=10e6, accumulator_on_chip_bytes=1e6, results_on_chip=0.9
@@ -83,17 +83,17 @@ def test_where_dots_read_no_blocks_of_what_is_on_chip_only_what_is_shared_is_hel
 def test_sums_that_travel_stay_on_chip_only_where_they_arrive_there() -> None:
     work = scatter()
     little = 0.5e6  # a sixteenth of the room is 625 kB
-    assert keeps_sums(work, little, ROOM)
-    assert not keeps_sums(work, 0.7e6, ROOM)
-    assert not keeps_sums(work, little, dataclasses.replace(ROOM, receives_on_chip=False))
-    assert not keeps_sums(work, little, dataclasses.replace(ROOM, results_on_chip=0.0))
+    assert sums_stay(work, little, ROOM)
+    assert not sums_stay(work, 0.7e6, ROOM)
+    assert not sums_stay(work, little, dataclasses.replace(ROOM, receives_on_chip=False))
+    assert not sums_stay(work, little, dataclasses.replace(ROOM, results_on_chip=0.0))
 
 
 def test_sums_of_a_gather_stay_if_all_of_them_fit() -> None:
     far = dataclasses.replace(ROOM, receives_on_chip=False, results_on_chip=0.0)
-    assert keeps_sums(gather(), 1e6, far)
-    assert not keeps_sums(gather(), 1e6 + 1, far)
-    assert not keeps_sums(gather(accumulators=2), 0.6e6, far)
+    assert sums_stay(gather(), 1e6, far)
+    assert not sums_stay(gather(), 1e6 + 1, far)
+    assert not sums_stay(gather(accumulators=2), 0.6e6, far)
 
 
 @pytest.mark.parametrize("joined", [False, True])
