@@ -48,6 +48,7 @@ class Hardware:
       fuses_additions: whether adding to a partial sum is part of the matmul that makes the addend.
       copy_overhead_s: fixed cost of every copy that a ring makes beside its matmuls.
       joining: how many times as long as elsewhere it takes to join pieces, and to take results apart again.
+      slicing: how many times as long as reading and writing it takes to cut a shard into what is sent.
       matmul_tile: the multiples to which the hardware pads (M, K, N).
       overlaps: whether communication can run beside compute at all.
       synchronous_chips: slices of so many chips overlap nothing all the same, as their compiler makes every
@@ -89,6 +90,7 @@ class Hardware:
     fuses_additions: bool = False
     copy_overhead_s: float = 0.0
     joining: float = 1.0
+    slicing: float = 1.0
     overlaps: bool = True
     synchronous_chips: int = 0
     opposite_hops_overlap: bool = True
@@ -118,7 +120,7 @@ class Hardware:
                 raise ValueError(
                     f"hardware {self.name!r}: {field} must be positive and finite, got {value!r}"
                 )
-        not_negative = ("results_on_chip", "copy_overhead_s", "joining", "clock_hz")
+        not_negative = ("results_on_chip", "copy_overhead_s", "joining", "slicing", "clock_hz")
         for field in (*not_negative, "dcn_bytes_per_s", "dcn_latency_s"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0):

@@ -17,7 +17,7 @@ from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import matmul_s
 from cost_model.on_chip import side_bytes, wholes_s
-from cost_model.ring_copies import copies_s
+from cost_model.ring_copies import copies_s, entering_s
 from cost_model.ring_on_chip import OnChip, on_chip, sums_stay
 from cost_model.ring_work import RingWork, cut_side, sent_side
 from cost_model.tile import placed_slowness
@@ -82,11 +82,12 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
 
     since a gather ring adds its own partial sums, beside the hop, and an accumulator must be added to before
     it is sent on; if the dot itself adds to it, its hop runs beside the dots of the other pieces only.
-    Copying the gathered shards into place reads and writes each once. Joining the pieces of a step, taking
-    the rows of its results apart again, and cutting blocks out of an operand before its dots take as long as
-    `cost_model.ring_copies` says, and what is on chip is what `cost_model.ring_on_chip` says: the first dot
-    waits for what is held there, and results that grow there leave it at the end. Partial sums are read and
-    written by every dot that adds to them, unless they stay on chip.
+    Before them a gather cuts its own shard into what it sends. Copying the gathered shards into place reads
+    and writes each once. Joining the pieces of a step, taking the rows of its results apart again, and
+    cutting a shard, or blocks out of an operand before its dots, take as long as `cost_model.ring_copies`
+    says, and what is on chip is what `cost_model.ring_on_chip` says: the first dot waits for what is held
+    there, and results that grow there leave it at the end. Partial sums are read and written by every dot
+    that adds to them, unless they stay on chip.
 
     Where the hardware does not overlap, hops and partial dots take turns, and a hop carries no less than the
     original collective did: a narrower wire is not an effect of the ring, and shared memory does not reward
@@ -124,7 +125,8 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
     # The first dot waits for what is held, and the hop beside it is on its way meanwhile.
     waits = hardware.network == "torus" and not fetched
     fetch_s = placed.held_bytes / hardware.hbm_bytes_per_s if waits else 0.0
-    waited_s = max(0.0, fetch_s - max(0.0, step_s - add_s - partial_s))
+    entered_s = entering_s(work, hardware)
+    waited_s = max(entered_s, fetch_s - max(0.0, step_s - add_s - partial_s))
     if placed.results:  # and is brought out at the end
         waited_s += sum(whole.result_bytes for whole in work.matmuls) / hardware.hbm_bytes_per_s
 

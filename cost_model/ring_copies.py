@@ -64,6 +64,14 @@ def copies_s(work: RingWork, axis_size: int, hardware: Hardware, *, cut_out: boo
     return copies * hardware.copy_overhead_s + 2 * copied_bytes / hardware.hbm_bytes_per_s
 
 
+def entering_s(work: RingWork, hardware: Hardware) -> float:
+    """Seconds of cutting this device's shard into what a gather sends, before the first hop."""
+    cut = work.collective == "all_gather" and work.pieces * work.columns > 1
+    if not cut or hardware.network != "torus":
+        return 0.0
+    return hardware.slicing * 2 * work.shard_bytes / hardware.hbm_bytes_per_s
+
+
 def _joining(work: RingWork, placed: int, hardware: Hardware) -> float:
     """Times as long as copying takes to join pieces, and to take apart what is placed of their results."""
     if hardware.network != "torus":

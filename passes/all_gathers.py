@@ -15,10 +15,11 @@ from jax import lax
 from cost_model.tile import LANES
 from passes.block_eval import Piece, Read, run_on_piece
 from passes.chains import AllGatherDot, Chain
-from passes.gather_ring import as_sent, cut, rounded, take_in
+from passes.gather_ring import cut, rounded, take_in
 from passes.graph import Dataflow
 from passes.hops import Places
 from passes.schedule import WHOLE, RingSchedule, across, divisions, parts, tile_rows
+from passes.sent import sent_dtype, slices
 from passes.turns import Turns
 
 
@@ -40,7 +41,7 @@ def emit_all_gathers(
     turns = Turns(flow, chain, places)
     local = {op.outputs[0]: read(op.inputs[0])}
     run_on_piece(flow, chain.before, local, Piece(places, 0, WHOLE), read)
-    wire = as_sent(flow, chain, local[chain.wire])
+    wire = local[chain.wire]
     strips = across(flow, chain) if schedule.across else None
     if strips is None:
         dim = chain.blocked[chain.wire]
@@ -49,7 +50,9 @@ def emit_all_gathers(
         dim = strips.dim
         divided = parts(schedule, wire.shape[dim], LANES)
     dtype = flow.avals[chain.wire].dtype
-    pieces = [cut(wire, dim, part) for part in divided]
+    edges = [int(part.start * wire.shape[dim]) for part in divided]
+    cuts = slices(flow, chain, places, wire, dim, [*edges, wire.shape[dim]])
+    pieces = [lax.convert_element_type(part, sent_dtype(flow, chain)) for part in cuts]
     results: dict[int, Any] = {}
     turns.send(pieces[0])
     for number, part in enumerate(divided):

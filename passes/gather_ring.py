@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from fractions import Fraction
 from typing import Any
 
@@ -31,7 +30,7 @@ from passes.collective import Collective
 from passes.graph import Dataflow
 from passes.hops import Places, Rings
 from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, parts, tile_rows
-from passes.wire import wire_dtype
+from passes.sent import sent_dtype, slices
 
 
 def emit_gather_ring(
@@ -57,9 +56,9 @@ def emit_gather_ring(
         own = ring.fetch(0) if schedule.route == "exchange" else own_block(collective, shard)
     local = {flow.ops[collective.op].outputs[0]: own}
     run_on_piece(flow, chain.before, local, Piece(rings[0], 0, WHOLE), read)
-    wire = as_sent(flow, chain, local[chain.wire])
+    wire = local[chain.wire]
     apart = schedule.columns > 1 or (ring.cut_across is not None and ring.sums)
-    results = _in_columns(ring, wire) if apart else ring.run(wire)
+    results = _in_columns(ring, wire) if apart else ring.run(ring.pieces_of(wire))
     return rounded(flow, chain, results)
 
 
@@ -107,10 +106,9 @@ class _Ring:
         """The collective's place in the user's program."""
         return chain_scope(self.flow, self.chain)
 
-    def run(self, wire: Any) -> Results:
-        """Runs the ring on this device's shard of what travels; dots that add up stay in float32."""
+    def run(self, at_hand: list[Any]) -> Results:
+        """Runs the ring on the pieces of this device's shard; dots that add up stay in float32."""
         hops = self.rings[0].axis_size - 1
-        at_hand = self._pieces_of(wire)
         results: Results = {}
         done = 0
         unroll = self.schedule.unroll
@@ -137,13 +135,19 @@ class _Ring:
             at_hand, results = self._step(step, at_hand, results)
         return self._take_in(hops, at_hand, results)
 
-    def _pieces_of(self, wire: Any) -> list[Any]:
+    def pieces_of(self, wire: Any) -> list[Any]:
         """What of this device's shard travels on each way."""
         if self.cut_across is None:
-            return [cut(wire, self.dim, part) for part in self.divided]
-        dim = self.cut_across.dim
-        edges = [int(bound * wire.shape[dim]) for bound in self.bounds]
-        return [lax.slice_in_dim(wire, a, b, axis=dim) for a, b in itertools.pairwise(edges)]
+            dim, bounds = self.dim, (*(part.start for part in self.divided), Fraction(1))
+        else:
+            dim, bounds = self.cut_across.dim, self.bounds
+        edges = [int(bound * wire.shape[dim]) for bound in bounds]
+        dtype = sent_dtype(self.flow, self.chain)
+        return [lax.convert_element_type(part, dtype) for part in self.slices(wire, dim, edges)]
+
+    def slices(self, wire: Any, dim: int, edges: list[int]) -> list[Any]:
+        """Its parts between edges, as they are before they are sent."""
+        return slices(self.flow, self.chain, self.rings[0], wire, dim, edges)
 
     @property
     def sums(self) -> bool:
@@ -251,18 +255,17 @@ def _in_columns(ring: _Ring, wire: Any) -> Results:
     whole: Any = blank(ring.flow, value)
     size, columns = wire.shape[dim], ring.schedule.columns
     grain = LANES if size >= columns * LANES else 1
-    start = placed = 0
-    for column in range(columns):
-        end = min(size, -(-size * (column + 1) // (columns * grain)) * grain)
-        shard = lax.slice_in_dim(wire, start, end, axis=dim)
+    placed = 0
+    edges = [min(size, -(-size * column // (columns * grain)) * grain) for column in range(columns + 1)]
+    for column, shard in enumerate(ring.slices(wire, dim, edges)):
+        pieces = ring.pieces_of(shard)
         if column:
             # Else every ring's hops could start at once, and their shards be kept.
-            shard, whole = tie(shard, whole)
-        for strip in ring.run(shard).values():
+            *pieces, whole = tie(*pieces, whole)
+        for strip in ring.run(pieces).values():
             strip = lax.convert_element_type(strip, whole.dtype)
             whole = lax.dynamic_update_slice_in_dim(whole, strip, placed, cut.result_dim)
             placed += strip.shape[cut.result_dim]
-        start = end
     return {value: whole}
 
 
@@ -287,13 +290,6 @@ def emit_shard_reduction(
         across: Any = {"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin}[op.name]
         total = lax.convert_element_type(across(partial, collective.axes), aval.dtype)
         return {value: as_varying(total, shims.varying_axes(aval))}
-
-
-def as_sent(flow: Dataflow, chain: AllGatherDot, wire: Any) -> Any:
-    """What travels, in the type in which it does."""
-    if flow.differentiable or not shims.on_tpu(flow.avals[chain.wire]):
-        return wire
-    return lax.convert_element_type(wire, wire_dtype(flow, chain))
 
 
 def own_block(collective: Collective, shard: Any) -> Any:

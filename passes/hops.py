@@ -81,16 +81,19 @@ class Places:
     def nothing_of(self, value: Any) -> Any:
         """An int32 0 that is known only once the value is.
 
-        XLA:CPU drops barriers before it orders a program; data alone keeps one thing behind another. No
-        device's number has a sign bit, which the compiler does not know.
+        XLA:CPU drops barriers before it orders a program; data alone keeps one thing behind another.
         """
         first = lax.squeeze(lax.slice(value, [0] * value.ndim, [1] * value.ndim), range(value.ndim))
         if jnp.issubdtype(first.dtype, jnp.complexfloating):
             first = lax.real(first)
         if jnp.issubdtype(first.dtype, jnp.floating):
             first = lax.bitcast_convert_type(first, f"uint{jnp.finfo(first.dtype).bits}")
-        sign = lax.shift_right_logical(self.after(0), np.int32(31))
-        return jnp.bitwise_and(lax.convert_element_type(first, np.int32), sign)
+        return jnp.bitwise_and(lax.convert_element_type(first, np.int32), self.nothing)
+
+    @property
+    def nothing(self) -> Any:
+        """An int32 0 that the compiler takes for anything: no device's number has a sign bit."""
+        return lax.shift_right_logical(self.after(0), np.int32(31))
 
     @property
     def _names(self) -> tuple[str, ...]:

@@ -1,0 +1,46 @@
+"""What of this device's shard a gather sends: its parts, in the type in which they travel."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+from jax import lax
+
+from passes import shims
+from passes.chains import AllGatherDot
+from passes.graph import Dataflow
+from passes.hops import Places
+from passes.wire import wire_dtype
+
+
+def sent_dtype(flow: Dataflow, chain: AllGatherDot) -> Any:
+    """The type in which what a chain gathers travels."""
+    aval = flow.avals[chain.wire]
+    return wire_dtype(flow, chain) if _for_tpu(flow, chain) else aval.dtype
+
+
+def slices(
+    flow: Dataflow, chain: AllGatherDot, places: Places, whole: Any, dim: int, edges: list[int]
+) -> list[Any]:
+    """The parts of what travels between each edge and the next, along one dim; not converted yet.
+
+    TPU compilers make one copy of all slices of one size. Those of other sizes are a copy each that takes
+    twice as long, and those that are then converted are copies after a conversion of the whole; unless where
+    they start is computed, which makes each one copy that converts.
+    """
+    sizes = [end - start for start, end in itertools.pairwise(edges)]
+    as_it_is = whole.dtype == sent_dtype(flow, chain)
+    if len(sizes) == 1 or (as_it_is and len(set(sizes)) == 1) or not _for_tpu(flow, chain):
+        return [lax.slice_in_dim(whole, start, end, axis=dim) for start, end in itertools.pairwise(edges)]
+    starts = [lax.add(places.nothing, np.int32(start)) for start in edges[:-1]]
+    return [
+        lax.dynamic_slice_in_dim(whole, start, size, dim, allow_negative_indices=False)
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+def _for_tpu(flow: Dataflow, chain: AllGatherDot) -> bool:
+    """Whether it travels between TPUs, and nothing differentiates it afterwards."""
+    return not flow.differentiable and shims.on_tpu(flow.avals[chain.wire])
