@@ -18,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+from cost_model import Hardware, by_name
+
 TOPOLOGIES: Final = {
     "tpu_v5e": "v5e:4x4",
     "tpu_v5p": "v5p:2x2x1",
@@ -27,12 +29,15 @@ TOPOLOGIES: Final = {
 }
 """A slice of each chip. Compilers of v4 and 7x count a core as a device."""
 
-Set = Literal["table", "unseen"]
-"""What a sample is for: fitting the tables, or judging them."""
+Set = Literal["table", "large", "unseen"]
+"""What a sample is for: fitting the tables, the second for what is too large for a chip, or judging them."""
 
 BYTES: Final = {"bfloat16": 2, "float32": 4, "int8": 1, "int32": 4}
 LARGEST: Final = 4e9
 """Bytes of a matmul alone in its program; a quarter of that where there are several."""
+
+LARGE_FROM: Final = 90
+"""Numbers of unseen samples that are of matmuls too large for a chip."""
 
 RING_SHAPES: Final = ((512, 2048, 2048), (4096, 512, 8192))
 RING_STEPS: Final = 3
@@ -128,15 +133,37 @@ def _draw_small(chance: random.Random, bytes: float, rhs_elements: float = math.
             return dot
 
 
+def _draw_large(chance: random.Random, chip: str) -> Dot:
+    """A shape of which neither operand fits on the chip."""
+    fits = hardware_of(chip).on_chip_bytes
+    while True:
+        dot = dataclasses.replace(_draw_small(chance, LARGEST), dtype="bfloat16", out_dtype="bfloat16")
+        if dot.batch == 1 and 2 * dot.k * min(dot.m, dot.n) > fits:
+            return dot
+
+
+def hardware_of(chip: str) -> Hardware:
+    """The hardware that one device of the chip's compiler is."""
+    return by_name("tpu_v4").per_core(2) if chip == "tpu_v4 core" else by_name(chip)
+
+
 def collect(chip: str, of: Set, number: int, seed: int) -> list[Sample]:
     """The samples of one number: a handful of programs, compiled for the chip.
 
     For tables: two matmuls that are alone in their programs, so that operands stay in main memory unless the
     compiler finds time to move them; two that share a weight, which then stays on the chip; three side by
     side. Numbers below 2 add three steps of rings: results put into a large buffer, products added to a
-    float32 sum, and products of a slice added to a bfloat16 sum. Unseen: two alone and two that share.
+    float32 sum, and products of a slice added to a bfloat16 sum. Large: one alone of which neither operand
+    fits on the chip, and steps of rings that add up such. Unseen: two alone and two that share; from
+    `LARGE_FROM` on as large ones.
     """
     chance = random.Random(f"{seed}/{number}/{chip}/{of}")
+    if of == "large" or (of == "unseen" and number >= LARGE_FROM):
+        samples = _dots_compiled(chip, [_draw_large(chance, chip)], "alone")
+        for kind in ("summed", "scattered"):
+            dot = _draw_large(chance, chip)
+            samples += _ring_compiled(chip, kind, dot.m, dot.k, dot.n)[:1]
+        return samples
     samples = [
         sample for _ in range(2) for sample in _dots_compiled(chip, [_draw_small(chance, LARGEST)], "alone")
     ]

@@ -9,7 +9,7 @@ operands come from main memory and finished results go there. So the time is
        the loading of weights into the matrix unit takes as long
     D  main memory: operands, accumulator and result that are there, each over its own rate. Where both
        operands are, one is read again for every tile of the other (whichever costs less), and
-       partial sums are added up, which counts as multiplications
+       partial sums are added up, which counts as multiplications, and more so beside an accumulator
     S  steps: the best balance between filling the pipeline (min(C, D) / S) and their own cost (S · step),
        √(min(C, D) / step), but no fewer than the buffers need for what is read
 
@@ -32,7 +32,7 @@ from cost_model.chips import by_name
 from cost_model.dtypes import parse_dtype
 from cost_model.hardware import Hardware
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 """Version of the files in `cost_model/tables`."""
 
 FOLDER: Final = Path(__file__).with_name("tables")
@@ -75,6 +75,8 @@ class MatmulTable:
       tile: rows and columns of a tile of the result that are computed without reading an operand again.
       sums_per_s: elements of partial sums that are added up, one for each `DEPTH_BYTES` of K, where both
         operands are in main memory and tiles have to be cut along K.
+      added_bytes_per_s: bytes of an accumulator in main memory, as often, which makes that longer; 0 where
+        it does not.
       lhs_bytes_per_s, rhs_bytes_per_s: reading from main memory; an accumulator is read as the rhs.
       narrow_reading: the share of these rates that operands of one byte have.
       result_bytes_per_s: writing to main memory, by bytes per element.
@@ -103,6 +105,7 @@ class MatmulTable:
     step_bytes: float
     tile: float
     sums_per_s: float
+    added_bytes_per_s: float
     lhs_bytes_per_s: float
     rhs_bytes_per_s: float
     result_bytes_per_s: dict[str, float]
@@ -120,6 +123,7 @@ class MatmulTable:
             "batch_s",
             "result_latency_s",
             "second_stream",
+            "added_bytes_per_s",
             "near_elements_per_s",
             "ragged_elements_per_s",
             "converted_elements_per_s",
@@ -216,7 +220,10 @@ class MatmulTable:
             read_bytes += again
             step_s *= 1 + self.second_stream
             depth_bytes = k * min(lhs_width, rhs_width)
-            compute_s += elements * max(0.0, depth_bytes / DEPTH_BYTES - 1) / self.sums_per_s
+            times = max(0.0, depth_bytes / DEPTH_BYTES - 1)
+            compute_s += elements * times / self.sums_per_s
+            if self.added_bytes_per_s and not accumulator_near:
+                compute_s += elements * accumulator_width * times / self.added_bytes_per_s
         if accumulator_width and not accumulator_near:
             memory_s += elements * accumulator_width / self.rhs_bytes_per_s
         if not result_near:
@@ -236,6 +243,7 @@ class MatmulTable:
             for name in (
                 "step_bytes",
                 "sums_per_s",
+                "added_bytes_per_s",
                 "lhs_bytes_per_s",
                 "rhs_bytes_per_s",
                 "near_elements_per_s",

@@ -29,6 +29,7 @@ from cost_model.ring_copies import (
     JOINING_BLOCKS,
     JOINING_MORE,
     copies_s,
+    entering_s,
 )
 
 _V5P, _V5E, _H100, _CPU = by_name("tpu_v5p"), by_name("tpu_v5e"), by_name("h100"), by_name("cpu")
@@ -47,6 +48,7 @@ _PLAIN = Hardware(
     on_chip_bytes=1.0,
     accumulator_on_chip_bytes=1e3,
     fuses_additions=False,
+    slicing=0.0,
 )
 """Hardware on which every time below can be worked out by hand."""
 
@@ -388,6 +390,20 @@ def test_a_gather_s_dots_cut_blocks_out_of_what_does_not_travel() -> None:
     assert apart - plain == pytest.approx(4 * 2 * CUTTING * 2e-3)
 
 
+def test_a_gather_cuts_its_shard_before_the_first_hop() -> None:
+    slow = dataclasses.replace(_PLAIN, slicing=1.5)
+
+    def before_s(**changes: Any) -> float:
+        work = _work(**changes)
+        return estimate(work, Axis(slow, 4)).overlapped_s - estimate(work, Axis(_PLAIN, 4)).overlapped_s
+
+    cut_s = 1.5 * 2 * _work().shard_bytes / 1e9
+    assert before_s() == 0
+    for changes in ({"directions": 2}, {"chains": 3}, {"columns": 2}, {"columns": 2, "directions": 2}):
+        assert before_s(**changes) == pytest.approx(cut_s)
+    assert before_s(collective="reduce_scatter", chains=2) == 0
+
+
 def test_joining_the_pieces_of_several_dots_takes_longer() -> None:
     def joined(count: int, hardware: Hardware) -> float:
         whole = Matmul(m=4000, k=1000, n=1000)
@@ -567,7 +583,7 @@ def test_pieces_are_priced_as_they_are_given() -> None:
     whole = dataclasses.replace(rows, piece=(Matmul(m=512, k=8192, n=16384),))
     # The weights are too large for the chip, and the shards are not small.
     piece_s = matmul_s(rows.piece[0], _V5P)
-    assert estimate(rows, axis).partials_s == pytest.approx(2 * 16 * piece_s)
+    assert estimate(rows, axis).partials_s == pytest.approx(2 * 16 * piece_s + entering_s(rows, _V5P))
     assert estimate(columns, axis).partials_s > 0
     assert estimate(whole, axis).partials_s > 1.5 * estimate(rows, axis).partials_s
 
