@@ -155,9 +155,7 @@ def _fit_far(table: MatmulTable, samples: Sequence[Sample], hardware: Hardware) 
         return dataclasses.replace(table, **values)
 
     def residuals(point: Any) -> Any:
-        guess = moved(point)
-        errors = [math.log(predicted_s(sample, guess) * hardware.clock_hz / sample.cycles) for sample in far]
-        return np.concatenate([errors, 0.01 * (point - start)])
+        return np.concatenate([np.log1p(_errors(far, moved(point), hardware)), 0.01 * (point - start)])
 
     start = np.log([table.tile, table.sums_per_s, START_ADDED])
     return moved(least_squares(residuals, start, loss="soft_l1", f_scale=0.15).x)

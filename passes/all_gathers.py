@@ -19,7 +19,7 @@ from passes.gather_ring import cut, rounded, take_in
 from passes.graph import Dataflow
 from passes.hops import Places
 from passes.schedule import WHOLE, RingSchedule, across, divisions, parts, tile_rows
-from passes.sent import sent_dtype, slices
+from passes.sent import sent
 from passes.turns import Turns
 
 
@@ -50,9 +50,7 @@ def emit_all_gathers(
         dim = strips.dim
         divided = parts(schedule, wire.shape[dim], LANES)
     dtype = flow.avals[chain.wire].dtype
-    edges = [int(part.start * wire.shape[dim]) for part in divided]
-    cuts = slices(flow, chain, places, wire, dim, [*edges, wire.shape[dim]])
-    pieces = [lax.convert_element_type(part, sent_dtype(flow, chain)) for part in cuts]
+    pieces = sent(flow, chain, places, wire, dim, (*(part.start for part in divided), Fraction(1)))
     results: dict[int, Any] = {}
     turns.send(pieces[0])
     for number, part in enumerate(divided):

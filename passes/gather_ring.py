@@ -30,7 +30,7 @@ from passes.collective import Collective
 from passes.graph import Dataflow
 from passes.hops import Places, Rings
 from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, parts, tile_rows
-from passes.sent import sent_dtype, slices
+from passes.sent import sent, slices
 
 
 def emit_gather_ring(
@@ -141,13 +141,7 @@ class _Ring:
             dim, bounds = self.dim, (*(part.start for part in self.divided), Fraction(1))
         else:
             dim, bounds = self.cut_across.dim, self.bounds
-        edges = [int(bound * wire.shape[dim]) for bound in bounds]
-        dtype = sent_dtype(self.flow, self.chain)
-        return [lax.convert_element_type(part, dtype) for part in self.slices(wire, dim, edges)]
-
-    def slices(self, wire: Any, dim: int, edges: list[int]) -> list[Any]:
-        """Its parts between edges, as they are before they are sent."""
-        return slices(self.flow, self.chain, self.rings[0], wire, dim, edges)
+        return sent(self.flow, self.chain, self.rings[0], wire, dim, bounds)
 
     @property
     def sums(self) -> bool:
@@ -257,7 +251,7 @@ def _in_columns(ring: _Ring, wire: Any) -> Results:
     grain = LANES if size >= columns * LANES else 1
     placed = 0
     edges = [min(size, -(-size * column // (columns * grain)) * grain) for column in range(columns + 1)]
-    for column, shard in enumerate(ring.slices(wire, dim, edges)):
+    for column, shard in enumerate(slices(ring.flow, ring.chain, ring.rings[0], wire, dim, edges)):
         pieces = ring.pieces_of(shard)
         if column:
             # Else every ring's hops could start at once, and their shards be kept.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,13 @@ from passes.hops import Places
 from passes.wire import wire_dtype
 
 
-def sent_dtype(flow: Dataflow, chain: AllGatherDot) -> Any:
-    """The type in which what a chain gathers travels."""
-    aval = flow.avals[chain.wire]
-    return wire_dtype(flow, chain) if _for_tpu(flow, chain) else aval.dtype
+def sent(
+    flow: Dataflow, chain: AllGatherDot, places: Places, whole: Any, dim: int, bounds: Sequence[Fraction]
+) -> list[Any]:
+    """The parts of what travels between each bound and the next, shares of one dim, as they travel."""
+    edges = [int(bound * whole.shape[dim]) for bound in bounds]
+    dtype = _dtype(flow, chain)
+    return [lax.convert_element_type(part, dtype) for part in slices(flow, chain, places, whole, dim, edges)]
 
 
 def slices(
@@ -33,7 +38,7 @@ def slices(
     sizes = [end - start for start, end in itertools.pairwise(edges)]
     if len(sizes) == 1:
         return [whole]
-    as_it_is = whole.dtype == sent_dtype(flow, chain)
+    as_it_is = whole.dtype == _dtype(flow, chain)
     if (as_it_is and len(set(sizes)) == 1) or not _for_tpu(flow, chain):
         return [lax.slice_in_dim(whole, start, end, axis=dim) for start, end in itertools.pairwise(edges)]
     starts = [lax.add(places.nothing, np.int32(start)) for start in edges[:-1]]
@@ -41,6 +46,11 @@ def slices(
         lax.dynamic_slice_in_dim(whole, start, size, dim, allow_negative_indices=False)
         for start, size in zip(starts, sizes, strict=True)
     ]
+
+
+def _dtype(flow: Dataflow, chain: AllGatherDot) -> Any:
+    """The type in which what a chain gathers travels."""
+    return wire_dtype(flow, chain) if _for_tpu(flow, chain) else flow.avals[chain.wire].dtype
 
 
 def _for_tpu(flow: Dataflow, chain: AllGatherDot) -> bool:
