@@ -215,7 +215,7 @@ class Overlapped:
         plan = self._plan(jaxpr, differentiable=not guarded)
         if not plan.changes and not (guarded and self._backward_may_pay(plan)):
             return None, plan
-        run = passes.rewritten(plan)
+        run = passes.rewritten(plan) if plan.changes else shims.calling(jaxpr, self._name)
         if guarded:
             run = passes.with_derivative_of(jaxpr, run, self._rewrite_derivative, self._failed)
         return self._jitted(run, jaxpr, arguments), plan

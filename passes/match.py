@@ -41,6 +41,8 @@ def match(jaxpr: Any) -> tuple[Match, ...]:
 def match_dataflow(flow: Dataflow) -> tuple[Match, ...]:
     """As ``match``, of a jaxpr that has been read already. The time is linear in its equations."""
     collectives = [c for i in range(len(flow.ops)) if (c := read_collective(flow, i)) is not None]
+    if not collectives:
+        return ()
     found: dict[int, list[Chain]] = {}
     reasons: dict[int, list[Reason]] = {}
     open_ones: list[Collective] = []

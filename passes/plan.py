@@ -15,7 +15,7 @@ from cost_model import Hardware
 from passes import shims
 from passes.decide import Decision, Policy, TryOut, Unit, decide, program_order
 from passes.epilogue import with_epilogues
-from passes.graph import Dataflow, Op, dataflow
+from passes.graph import COLLECTIVES, Dataflow, Op, dataflow
 from passes.match import match_dataflow
 from passes.network import Network
 from passes.reasons import Code, Reason
@@ -37,6 +37,8 @@ BODIES: Mapping[str, tuple[str, ...]] = {
 }
 """Primitives whose bodies can be replaced, and the parameters that hold them."""
 
+_CONCERN = COLLECTIVES | {"shard_map"}
+
 HardwareOf = Callable[[str | None], Hardware | None]
 
 
@@ -49,7 +51,8 @@ class Plan:
       path: the calls it is in.
       decisions: one per collective, in program order.
       order: operation numbers and what replaces operations, in the order to run them.
-      bodies: operation number → parameter name → plans of the jaxprs in that parameter.
+      bodies: operation number → parameter name → plans of the jaxprs in that parameter; none where they hold
+        neither collectives nor shard_maps.
       opaque: operations whose bodies cannot be replaced, with the plans of those bodies (for the report).
     """
 
@@ -200,6 +203,7 @@ class _Planner:
         self.hardware_of = hardware_of
         self.plans: dict[tuple[int, frozenset[int] | None, bool, _Mapped | None], Plan] = {}
         self.networks: dict[tuple[str | None, _Mapped | None], Network] = {}
+        self.concerned: dict[int, bool] = {}
 
     def plan(
         self,
@@ -265,8 +269,20 @@ class _Planner:
                 for j in _as_jaxprs(op.params[param])
             )
             for param in held
-            if any(True for _ in _as_jaxprs(op.params[param]))
+            if any(map(self._concerns, _as_jaxprs(op.params[param])))
         }
+
+    def _concerns(self, jaxpr: Any) -> bool:
+        """Whether there is anything to plan in a jaxpr: a collective or a shard_map, in it or further in."""
+        body, _ = shims.open_jaxpr(jaxpr)
+        key = id(body)
+        if key not in self.concerned:
+            self.concerned[key] = any(
+                eqn.primitive.name in _CONCERN
+                or any(map(self._concerns, jex_core.jaxprs_in_params(eqn.params)))
+                for eqn in body.eqns
+            )
+        return self.concerned[key]
 
     def _decide(
         self, flow: Dataflow, path: str, same: Set[int] | None, replaceable: bool, mapped: _Mapped | None

@@ -18,6 +18,7 @@ import jax
 from jax import lax
 from jax._src import source_info_util
 from jax.extend import core as jex_core
+from jax.extend.core import primitives
 from jax.interpreters import batching, mlir
 
 JaxprEqn = Any
@@ -89,6 +90,23 @@ def like(original: Any, closed: Any) -> Any:
     if closed.consts:
         raise ValueError("the rewritten body of an equation that takes no constants has constants")
     return closed.jaxpr
+
+
+def calling(closed: Any, name: str) -> Callable[..., list[Any]]:
+    """A function that calls a closed jaxpr as a jitted function of that name would, and traces nothing anew.
+
+    jax has no public way to make such a call: it is one of a small function, with the jaxpr in its place. A
+    jaxpr with constants of its own is traced anew.
+    """
+    if open_jaxpr(closed)[1]:
+        return jex_core.jaxpr_as_fun(closed)  # type: ignore[no-any-return]
+    params = jax.make_jaxpr(jax.jit(lambda value: value + 1))(0).eqns[0].params
+    counts = {"in": len(closed.in_avals), "out": len(closed.out_avals), "donated": len(closed.in_avals)}
+    each = {
+        key: value * counts[side] for key, value in params.items() if (side := key.split("_")[0]) in counts
+    }
+    params = {**params, **each, "jaxpr": closed, "name": name}
+    return lambda *arguments: primitives.jit_p.bind(*arguments, **params)
 
 
 def loop_constants(eqn: JaxprEqn, body: str) -> int:

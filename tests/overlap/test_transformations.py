@@ -16,6 +16,7 @@ from jax.experimental import io_callback
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import passes
 from tests.overlap.mlp import SPECS, Function, always, check, hops, mesh_of, mlp, reference, shard_body
 
 REF = reference()
@@ -159,12 +160,40 @@ def test_decorated_on_both_sides(name: str) -> None:
     assert hops(decorated, *REF.arguments) > 0
 
 
-@pytest.mark.parametrize("name", ["grad", "jvp", "vmap", "scan", "jit"])
-def test_transformation_of_an_original_that_is_kept(name: str) -> None:
+KEPT = pytest.mark.parametrize(
+    "policy", ["never", lambda _: False], ids=["without its derivative", "and its derivative looked at"]
+)
+"""Policies under which nothing is rewritten."""
+
+
+@KEPT
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_transformation_of_an_original_that_is_kept(name: str, policy: Any) -> None:
     t = TRANSFORMATIONS[name]
-    transformed = t.apply(always(jax.jit(mlp()), policy="never"))
+    transformed = t.apply(always(jax.jit(mlp()), policy=policy))
     check(transformed(*REF.arguments), t.wanted)
     assert hops(transformed, *REF.arguments) == 0
+
+
+def test_a_program_without_collectives_is_not_traced_again_and_its_derivative_is_rewritten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def columns(x: Any, w: Any) -> Any:
+        return jnp.sin(
+            jax.shard_map(jnp.dot, mesh=mesh_of(), in_specs=(P(), SPECS[1]), out_specs=SPECS[1])(x, w)
+        )
+
+    def refused(plan: passes.Plan) -> Any:
+        raise AssertionError(f"{plan.path} is traced again")
+
+    decorated, arguments = always(jax.jit(columns)), REF.arguments[:2]
+    with monkeypatch.context() as patched:
+        patched.setattr(passes, "rewritten", refused)
+        check(decorated(*arguments), np.sin(REF.x @ REF.w))
+    gradient = jax.grad(lambda *both: decorated(*both).sum(), argnums=(0, 1))
+    slope = np.cos(REF.x @ REF.w)
+    check(gradient(*arguments), (slope @ REF.w.T, REF.x.T @ slope))
+    assert hops(gradient, *arguments) > 0
 
 
 def test_eval_shape_on_either_side() -> None:
@@ -206,9 +235,10 @@ def test_closed_over_tracers_of_grad() -> None:
     check(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*REF.arguments), GRADIENTS)
 
 
-def test_closed_over_tracers_of_a_program_that_is_kept() -> None:
+@KEPT
+def test_closed_over_tracers_of_a_program_that_is_kept(policy: Any) -> None:
     def loss(x: Any, w: Any, v: Any) -> Any:
-        inner = always(jax.jit(lambda w: mlp()(x, w, v)), policy="never")
+        inner = always(jax.jit(lambda w: mlp()(x, w, v)), policy=policy)
         return (inner(w) * C).sum()
 
     check(jax.grad(loss, argnums=(0, 1, 2))(*REF.arguments), GRADIENTS)
