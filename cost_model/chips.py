@@ -92,7 +92,7 @@ _CHIPS = (
         clock_hz=1.05e9,
         dcn_bytes_per_s=6.25e9,
         dcn_latency_s=1e-5,
-        least_gain=0.07,
+        least_gain=0.05,
         least_gain_beside=0.08,
     ),
     Hardware(
