@@ -34,7 +34,7 @@ from bench.schedules.run import RESULTS
 from cost_model.dtypes import dtype_bytes
 
 SEED: Final = 20264
-"""Not 20260, 20261 or 777, to whose chains prices of copies and of what is on chip were fitted."""
+"""Not 20260 to 20263 or 777, to whose chains prices of copies and of what is on chip were fitted."""
 
 RATIO: Final = (0.05, 10.0)
 """Communication over compute, as estimated."""
