@@ -282,6 +282,15 @@ def test_decorated_inside_shard_map() -> None:
     check(always(outer)(*REF.arguments), REF.value())
 
 
+@KEPT
+def test_inside_shard_map_an_original_that_is_kept(policy: Any) -> None:
+    inner = always(jax.jit(shard_body), policy=policy)
+    outer = jax.shard_map(lambda *shards: inner(*shards), mesh=mesh_of(), in_specs=SPECS, out_specs=P("x"))
+    check(jax.jit(outer)(*REF.arguments), REF.value())
+    assert hops(outer, *REF.arguments) == 0
+    check(jax.grad(_loss(outer), argnums=(0, 1, 2))(*REF.arguments), GRADIENTS)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_mesh_in_context(kind: AxisType) -> None:
     mesh = mesh_of(kind=kind)
