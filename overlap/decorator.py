@@ -222,14 +222,18 @@ class Overlapped:
 
     def _plan(self, jaxpr: Any, *, differentiable: bool) -> passes.Plan:
         """What is to become of a jaxpr, by the function's policy."""
-        plan = passes.make_plan(
-            jaxpr,
-            self._policy,
-            self._hardware_of,
-            differentiable=differentiable,
-            try_out=self._try_out,
-        )
-        return plan if self._try_out is None else passes.tried_whole(plan, self._try_out)
+
+        def by(policy: passes.Policy) -> passes.Plan:
+            return passes.make_plan(
+                jaxpr,
+                policy,
+                self._hardware_of,
+                differentiable=differentiable,
+                try_out=self._try_out,
+            )
+
+        plan = by(self._policy)
+        return plan if self._try_out is None else passes.tried_whole(plan, by("auto"), self._try_out)
 
     def _rewrite_derivative(self, jaxpr: Any) -> Callable[..., list[Any]]:
         """A part of the program's derivative, rewritten; as it is if the pass fails on it."""

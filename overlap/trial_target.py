@@ -121,6 +121,7 @@ def key(
         "chain": _without_addresses(str(jaxpr)),
         "arguments": [[a.shape, str(a.dtype), str(a.sharding)] for a in program.arguments],
         "schedules": [repr(choice) for choice in choices],
+        "compared": program.compared,
         "target": description,
         "emission": emission(),
     }

@@ -32,6 +32,7 @@ class Excerpt(Generic[Choice]):
       version: from a choice of how to rewrite it to the same rewritten.
       mesh: the devices that it runs on.
       whole: whether it is no chain but a whole program: of that the first version that gains will do.
+      compared: so many of its versions, the first ones, are all to be compared.
     """
 
     arguments: tuple[jax.ShapeDtypeStruct, ...]
@@ -39,6 +40,7 @@ class Excerpt(Generic[Choice]):
     version: Callable[[Choice], Program]
     mesh: Any
     whole: bool = False
+    compared: int = 1
 
 
 def excerpt(flow: Dataflow, chain: Chain, network: Network) -> Excerpt[RingSchedule] | None:

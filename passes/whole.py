@@ -43,29 +43,32 @@ Rings = Mapping[tuple[int, int], Decision]
 """The decisions for rings, by the numbers of jaxpr and collective."""
 
 
-def tried_whole(plan: Plan, try_out: TryOut) -> Plan:
+def tried_whole(plan: Plan, predicted: Plan, try_out: TryOut) -> Plan:
     """The plan with those of its rings that together gain and need no more memory.
 
-    The program is compiled as written and with its rings, first of all with the fastest of each chain, then
-    with fewer that need memory and with fewer rings: what gains and fits first is taken, and if nothing
-    does the program as written. As planned remains what cannot be compiled on its own.
+    The program is compiled as written, with the fastest ring of each chain, and with the rings that the cost
+    model would have chosen: by itself a chain may be faster than within the program. Then follow fewer rings
+    that need memory, and fewer rings. The better of the first two is taken, else what gains and fits first,
+    and if nothing does the program as written. As planned remains what cannot be compiled on its own.
 
     Args:
       plan: of a whole program, made by a policy that tries chains out.
-      try_out: what it tried them with.
+      predicted: of the same program, by the policy "auto".
+      try_out: what the chains were tried with.
     """
-    plans = _plans(plan)
-    attempts = {_selection(rings): rings for rings in _attempts(plans) if rings}
+    fastest, *fewer = _attempts(_plans(plan))
+    first = {_selection(rings): rings for rings in (fastest, _predicted(_plans(predicted), fastest)) if rings}
+    attempts = first | {_selection(rings): rings for rings in fewer if rings}
     selections = dict(itertools.islice(attempts.items(), MOST))
-    program = _excerpt(plan, selections) if selections else None
+    program = _excerpt(plan, selections, compared=len(first)) if selections else None
     if program is None:
         return plan
     trial = try_out(program, tuple(selections))
     if trial is None:
         return plan
-    found = f"{trial.original_s * 1e6:.0f} µs as written, {trial.ring_s * 1e6:.0f} µs as the best tried"
-    reason = Reason(Code.TRIED_TOGETHER, f"{trial.kind.capitalize()}: {found}. {trial.note}".rstrip())
-    return _with(plan, {} if trial.choice is None else selections[trial.choice], reason)
+    times = f"{trial.original_s * 1e6:.0f} µs as written, {trial.ring_s * 1e6:.0f} µs as the best tried"
+    found = f"{trial.kind.capitalize()}: {times}. {trial.note}".rstrip()
+    return _with(plan, {} if trial.choice is None else selections[trial.choice], found)
 
 
 def _plans(plan: Plan) -> list[Plan]:
@@ -105,6 +108,23 @@ def _attempts(plans: list[Plan]) -> Iterator[Rings]:
             yield _without(lean, key)
 
 
+def _predicted(plans: list[Plan], tried: Rings) -> Rings:
+    """The rings that the cost model would have chosen, and of those that were tried the trial's decision."""
+    rings: dict[tuple[int, int], Decision] = {}
+    for number, plan in enumerate(plans):
+        for decision in plan.decisions:
+            if decision.rewritten and decision.ring is not None:
+                key = number, decision.collective.op
+                rings[key] = tried[key] if key in tried and _same(tried[key], decision) else decision
+    return rings
+
+
+def _same(one: Decision, other: Decision) -> bool:
+    """Whether two decisions are for the same ring."""
+    assert one.ring is not None and other.ring is not None
+    return one.ring.schedule == other.ring.schedule and dots_of(one) == dots_of(other)
+
+
 def _without(rings: Rings, key: tuple[int, int]) -> Rings:
     return {other: decision for other, decision in rings.items() if other != key}
 
@@ -113,18 +133,26 @@ def _selection(rings: Rings) -> Selection:
     return Selection(tuple((*key, d.ring.schedule) for key, d in sorted(rings.items()) if d.ring is not None))
 
 
-def _with(plan: Plan, rings: Rings, reason: Reason) -> Plan:
-    """The plan with only these of its rings, the others kept for a reason."""
+def _with(plan: Plan, rings: Rings, found: str) -> Plan:
+    """The plan with only these rings.
+
+    Args:
+      plan: of the whole program.
+      rings: those of the program.
+      found: what its trial found, in words.
+    """
     numbers = {plan: number for number, plan in enumerate(_plans(plan))}
     known: dict[Plan, Plan] = {}
 
     def chosen(plan: Plan, decision: Decision) -> Decision:
         ring = rings.get((numbers[plan], decision.collective.op))
         if ring is not None:
-            return ring
+            if ring.reason.code is Code.TRIED_FASTER:
+                return ring
+            return dataclasses.replace(ring, reason=Reason(Code.TRIED_FASTER, f"Of the program: {found}"))
         if decision.ring is None or not decision.rewritten:
             return decision
-        return dataclasses.replace(decision, rewritten=False, reason=reason)
+        return dataclasses.replace(decision, rewritten=False, reason=Reason(Code.TRIED_TOGETHER, found))
 
     def revised(plan: Plan) -> Plan:
         if plan not in known:
@@ -139,7 +167,9 @@ def _with(plan: Plan, rings: Rings, reason: Reason) -> Plan:
     return revised(plan)
 
 
-def _excerpt(plan: Plan, selections: Mapping[Selection, Rings]) -> Excerpt[Selection] | None:
+def _excerpt(
+    plan: Plan, selections: Mapping[Selection, Rings], *, compared: int
+) -> Excerpt[Selection] | None:
     """The whole program, of arguments sharded as its shard_maps want them; None where none has devices.
 
     What no shard_map takes is sharded as the compiler likes.
@@ -149,13 +179,13 @@ def _excerpt(plan: Plan, selections: Mapping[Selection, Rings]) -> Excerpt[Selec
         return None
     shardings = _shardings(plan)
     types = [(value, plan.flow.avals[value]) for value in plan.flow.inputs]
-    none = Reason(Code.TRIED_TOGETHER)
     return Excerpt(
         tuple(jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=shardings.get(value)) for value, t in types),
-        jax.jit(rewritten(_with(plan, {}, none))),
-        lambda selection: jax.jit(rewritten(_with(plan, selections[selection], none))),
+        jax.jit(rewritten(_with(plan, {}, ""))),
+        lambda selection: jax.jit(rewritten(_with(plan, selections[selection], ""))),
         mesh,
         whole=True,
+        compared=compared,
     )
 
 

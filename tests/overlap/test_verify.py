@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import logging
@@ -124,6 +125,26 @@ class TestChoice:
         used = compiler(monkeypatch, 100, [61], limit_us=limit_us, bytes_of=bytes_of)
         trials()(program, schedules)
         assert used.compiled == 1 + tried
+
+    @pytest.mark.parametrize(
+        ("compared", "rings_us", "tried", "chosen"),
+        [
+            (1, [90, 80, 70], 1, 0),
+            (2, [90, 80, 70], 2, 1),
+            (2, [80, 90, 70], 2, 0),
+            (2, [90, NO_MEMORY, 70], 2, 0),
+            (2, [NO_MEMORY, 101, 70], 3, 2),
+        ],
+    )
+    def test_of_a_program_the_first_versions_are_compared_and_others_tried_if_none_gains(
+        self, monkeypatch: pytest.MonkeyPatch, compared: int, rings_us: list[Any], tried: int, chosen: int
+    ) -> None:
+        program, schedules = chain()
+        used = compiler(monkeypatch, 100, rings_us)
+        trial = trials()(dataclasses.replace(program, whole=True, compared=compared), schedules)
+        assert used.compiled == 1 + tried
+        assert trial is not None
+        assert trial.choice == schedules[chosen]
 
 
 class TestPolicy:

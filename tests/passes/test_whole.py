@@ -65,13 +65,21 @@ ONLY_LARGER: Trial[RingSchedule] = Trial(None, 100e-6, 60e-6, "modelled", larger
 
 
 def planned(
-    tried: Tried, function: Callable[..., Any] = program, shapes: tuple[Any, ...] = SHAPES
+    tried: Tried,
+    function: Callable[..., Any] = program,
+    shapes: tuple[Any, ...] = SHAPES,
+    predicted: passes.Policy = "auto",
 ) -> passes.Plan:
-    """The plan of a function under a policy that tries."""
+    """The plan of a function under a policy that tries.
+
+    Args:
+      predicted: the policy whose rings are those of the cost model; "auto" has none at such small shapes.
+    """
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     jaxpr = jax.jit(function).trace(*arguments).jaxpr
     plan = passes.make_plan(jaxpr, "verify", lambda kind: by_name("tpu_v5p"), try_out=tried)
-    return tried_whole(plan, tried)
+    model = passes.make_plan(jaxpr, predicted, lambda kind: by_name("tpu_v5p"))
+    return tried_whole(plan, model, tried)
 
 
 def schedules(selection: Selection) -> list[RingSchedule]:
@@ -128,6 +136,48 @@ def test_a_ring_that_is_larger_only_can_be_taken_for_the_program() -> None:
     np.testing.assert_allclose(run(*given)[0], exact(*given), atol=1e-4)
 
 
+NOTHING: Trial[RingSchedule] = Trial(None, 100e-6, 110e-6, "modelled")
+
+
+def test_the_rings_of_the_cost_model_are_compared_with_the_fastest_of_each_chain() -> None:
+    tried = Tried(lambda selections: selections[1], Trial(TWO, 100e-6, 80e-6, "modelled"))
+    plan = planned(tried, predicted="always")
+    ((whole, selections),) = tried.wholes
+    assert whole.compared == 2
+    assert schedules(selections[0]) == [TWO, TWO]
+    assert len(selections[1].rings) == 2
+    assert TWO not in schedules(selections[1])
+    sites = passes.sites(plan)
+    assert [site.schedule for site in sites] == list(map(str, schedules(selections[1])))
+    assert {site.reason for site in sites} == {str(Code.TRIED_FASTER)}
+    assert all("Of the program: Modelled: 100 µs as written, 90 µs" in site.sentence for site in sites)
+    given = values()
+    np.testing.assert_allclose(jax.jit(passes.rewritten(plan))(*given)[0], exact(*given), atol=1e-4)
+
+
+def test_the_rings_of_the_cost_model_are_tried_where_no_chain_gained_by_itself() -> None:
+    tried = Tried(first, NOTHING)
+    plan = planned(tried, predicted="always")
+    ((whole, selections),) = tried.wholes
+    assert whole.compared == len(selections) == 1
+    assert [site.rewritten for site in passes.sites(plan)] == [True, True]
+    assert not planned(Tried(first, NOTHING)).changes
+
+
+def test_what_the_cost_model_would_have_chosen_too_is_compiled_once() -> None:
+    def chosen(excerpt: Excerpt[Any], choices: tuple[Any, ...]) -> Trial[Any]:
+        if excerpt.whole:
+            compared.append(excerpt.compared)
+        return Trial(choices[0], 100e-6, 80e-6, "modelled")
+
+    compared: list[int] = []
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES]
+    jaxpr = jax.jit(program).trace(*arguments).jaxpr
+    plan = passes.make_plan(jaxpr, "verify", lambda kind: by_name("tpu_v5p"), try_out=chosen)
+    assert tried_whole(plan, plan, chosen).changes
+    assert compared == [1]
+
+
 def test_larger_rings_alone_are_not_run_where_they_do_not_fit() -> None:
     plan = planned(Tried(lambda _: None, ONLY_LARGER))
     assert not plan.changes
@@ -161,7 +211,7 @@ def test_the_program_stays_as_planned_where_it_cannot_be_compiled() -> None:
         jax.jit(program).trace(*arguments).jaxpr, "verify", lambda kind: by_name("tpu_v5p"), try_out=tried
     )
     assert plan.changes
-    assert tried_whole(plan, lambda program, choices: None) is plan
+    assert tried_whole(plan, plan, lambda program, choices: None) is plan
 
 
 def test_the_program_is_given_as_written_and_as_chosen_on_sharded_arguments() -> None:
