@@ -112,9 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def considered(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
     """The forms of rings that the pass prices: those of the chip's rule."""
-    pattern: rules.Pattern = "gather" if chain.gathers else "scatter"
-    table = rules.EXPLICIT if shims.EXPLICIT_STARTS else rules.IMPLIED
-    rule = table.get((axis.hardware.name, pattern), rules.DEFAULT[pattern])
+    rule = rules.rule(axis.hardware, gathers=chain.gathers)
 
     def follows(form: Form) -> bool:
         if form.route != "ring":

@@ -50,7 +50,7 @@ def candidates(
     in_turn = _by_all_reduces(flow, chain, axis, unit)
     if in_turn and axis.hardware.overlaps and not thorough:
         return tuple(in_turn)
-    known = rule(axis.hardware, chain)
+    known = rule(axis.hardware, gathers=isinstance(chain, AllGatherDot))
     wire = _wire(flow, chain, axis)
     found = []
     bases = [

@@ -7,7 +7,6 @@ from typing import Final, Literal
 
 from cost_model import Hardware
 from passes import shims
-from passes.chains import AllGatherDot, Chain
 
 Pattern = Literal["gather", "scatter"]
 
@@ -32,16 +31,16 @@ class Rule:
 _RUN: Final = "bench/results/tpu_schedules.md"
 
 EXPLICIT: Final[dict[tuple[str, Pattern], Rule]] = {
-    ("tpu_v4", "gather"): Rule(_RUN, joined=False),
-    ("tpu_v4", "scatter"): Rule(_RUN, chains=2),
+    ("tpu_v4", "gather"): Rule(_RUN),
+    ("tpu_v4", "scatter"): Rule(_RUN, chains=2, across=True),
     ("tpu_v5e", "gather"): Rule(_RUN),
     ("tpu_v5e", "scatter"): Rule(_RUN, chains=2, across=True),
     ("tpu_v5p", "gather"): Rule(_RUN),
-    ("tpu_v5p", "scatter"): Rule(_RUN, chains=2),
+    ("tpu_v5p", "scatter"): Rule(_RUN, chains=2, across=True),
     ("tpu_v6e", "gather"): Rule(_RUN),
     ("tpu_v6e", "scatter"): Rule(_RUN, chains=2, across=True),
     ("tpu_7x", "gather"): Rule(_RUN),
-    ("tpu_7x", "scatter"): Rule(_RUN, chains=2),
+    ("tpu_7x", "scatter"): Rule(_RUN, chains=2, across=True),
 }
 """Where hops are started explicitly (jax 0.12 or newer)."""
 
@@ -58,8 +57,8 @@ DEFAULT: Final[dict[Pattern, Rule]] = {
 }
 
 
-def rule(hardware: Hardware, chain: Chain) -> Rule:
-    """The rule for a chain on a chip."""
-    pattern: Pattern = "gather" if isinstance(chain, AllGatherDot) else "scatter"
+def rule(hardware: Hardware, *, gathers: bool) -> Rule:
+    """The rule for chains that gather, or that scatter, on a chip or on a part of one."""
+    pattern: Pattern = "gather" if gathers else "scatter"
     table = EXPLICIT if shims.EXPLICIT_STARTS else IMPLIED
-    return table.get((hardware.name, pattern), DEFAULT[pattern])
+    return table.get((hardware.chip, pattern), DEFAULT[pattern])

@@ -351,7 +351,7 @@ def test_what_a_rule_says_is_proposed(hardware: Any, explicit: bool) -> None:
     with mock.patch.object(shims, "EXPLICIT_STARTS", explicit):
         for make in (gather_free, scatter):
             flow, chain = make()
-            known = rule(hardware, chain)
+            known = rule(hardware, gathers=make is not scatter)
             found = candidates(flow, chain, axis)
             assert any((s.chains, s.across) == (known.chains, known.across) for s in found)
             assert {s.directions for s in found} == ({1, 2} if hardware.opposite_hops_overlap else {1})
@@ -367,10 +367,11 @@ def test_every_tpu_has_rules_and_the_others_the_default() -> None:
         assert {name for name, _ in table} == {name for name in names() if name.startswith("tpu")}
         assert {pattern for _, pattern in table} == {"gather", "scatter"}
     for hardware in HARDWARE:
-        for make, pattern in ((gather_free, "gather"), (scatter, "scatter"), (psum, "scatter")):
-            _, chain = make()
-            default = rule(hardware, chain) == DEFAULT[pattern]  # type: ignore[index]
-            assert default or hardware.name.startswith("tpu")
+        for pattern, default in DEFAULT.items():
+            known = rule(hardware, gathers=pattern == "gather")
+            assert (known is default) != hardware.name.startswith("tpu")
+            # A topology of TPU v4 is of cores, which have names of their own.
+            assert rule(hardware.per_core(2), gathers=pattern == "gather") is known
 
 
 def test_a_rule_names_the_run_that_supports_it_and_fits_the_limit() -> None:
