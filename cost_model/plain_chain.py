@@ -18,6 +18,7 @@ from cost_model.matmul import Matmul
 from cost_model.offloaded import LEAST_ROWS, counts, in_words, is_offloaded, offloaded_estimate
 from cost_model.pipeline import gather_after, pipeline_estimate
 from cost_model.ring import Estimate, estimate
+from cost_model.ring_copies import between_tiles_bytes
 from cost_model.ring_work import Cut, RingWork
 from cost_model.tile import LANES, tile_rows
 
@@ -36,15 +37,6 @@ LEAST_ROUNDED: Final = 512
 
 LEAST_COLUMN: Final = 256
 """Elements below which a column makes a matmul too narrow for the matrix unit."""
-
-
-def copied_whole(block_rows: int, itemsize: int, hardware: Hardware) -> bool:
-    """Whether each piece of a scatter's blocks of rows is a copy of the whole operand.
-
-    A TPU's compiler makes one where elements are of a byte at most and blocks do not begin where a tile does.
-    Wider ones it cuts anywhere.
-    """
-    return hardware.network == "torus" and itemsize <= 1 and block_rows % tile_rows(itemsize) != 0
 
 
 def surely_rounds(block: Matmul) -> bool:
@@ -469,12 +461,16 @@ def _scatter_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
         copied_bytes /= form.columns
     for dot in chain.dots:
         of = dot.matmul
-        if (
-            dot.cut == "m"
-            and not dot.apart
-            and copied_whole(of.m // axis.size, int(dtype_bytes(of.dtype)), axis.hardware)
-        ):
-            copied_bytes += 2 * form.pieces * of.lhs_bytes
+        if dot.cut == "m" and not dot.apart:
+            copied_bytes += between_tiles_bytes(
+                of.lhs_bytes,
+                of.m // axis.size,
+                dtype_bytes(of.dtype),
+                axis.size,
+                axis.hardware,
+                pieces=form.pieces,
+                cut=form.cut,
+            )
     wide_bytes = chain.elements * dtype_bytes(_accumulator(chain.dtype)) / axis.size
     narrow_bytes = chain.moved_bytes / axis.size
     return RingWork(

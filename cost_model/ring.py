@@ -160,8 +160,8 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
 def _buffers_bytes(work: RingWork, axis_size: int) -> float:
     """Bytes that the rings need beside operands and results.
 
-    Shards that come and go; a gather's sums until they are the result, those of a column while those of the
-    next one grow; and blocks that are cut out of an operand before their dots: one of each of the axis's
+    Shards that come and go; a gather's sums until they are the result, those of one column at a time; and
+    blocks that are cut out of an operand before their dots: one of each of the axis's
     devices where all columns need them, else that of the next step beside that of this one.
     """
     sums_bytes = cut_bytes = 0.0
@@ -173,7 +173,7 @@ def _buffers_bytes(work: RingWork, axis_size: int) -> float:
     in_columns = work.columns > 1
     shards_bytes = min(axis_size - 1, SHARDS_HELD) * work.shard_bytes
     blocks = axis_size if in_columns else 2
-    return (shards_bytes + (2 if in_columns else 1) * sums_bytes) / work.columns + blocks * cut_bytes
+    return (shards_bytes + sums_bytes) / work.columns + blocks * cut_bytes
 
 
 def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool) -> float:

@@ -11,7 +11,8 @@ from typing import Final
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
 from cost_model.on_chip import Side, side_bytes
-from cost_model.ring_work import RingWork, cut_side
+from cost_model.ring_work import Cut, RingWork, cut_side
+from cost_model.tile import tile_rows
 
 JOINING: Final = 0.7
 """What a TPU's compiler makes of joining the pieces of a step for its only dot, and of taking the rows of the
@@ -32,6 +33,44 @@ CUTTING_ROWS: Final = 0.8
 
 CUTTING_COLUMNS: Final = 0.6
 """The same of columns (v5e, v6e, 7x: 0.3 to 0.8)."""
+
+COPYING_WHOLE: Final = 3.9
+"""Of copying a whole operand to cut a block of rows that does not begin where a tile does, out of elements of
+a byte (v5e, v6e: 3.8 to 6.1)."""
+
+CUTTING_BETWEEN_TILES: Final = 4.4
+"""Of cutting such a block early, which spares the copy of the whole, beside what cutting takes anyway (v5e,
+v6e: 3.8 to 5.0)."""
+
+
+def between_tiles_bytes(
+    operand_bytes: float,
+    block_rows: int,
+    itemsize: float,
+    axis_size: int,
+    hardware: Hardware,
+    *,
+    pieces: int,
+    cut: Cut,
+) -> float:
+    """Bytes read and written in a step of a scatter since its blocks of rows do not begin where a tile does.
+
+    0 where they do, or where a compiler cuts them anywhere: a TPU's does, of elements wider than a byte. Of
+    narrower ones it copies the whole operand for every piece, or, where blocks are cut early, them.
+
+    Args:
+      operand_bytes: of the whole operand.
+      block_rows: of it that belong to one device's block.
+      itemsize: bytes of an element.
+      axis_size: devices of the axis.
+      hardware: where the ring runs.
+      pieces, cut: see `RingWork`.
+    """
+    if hardware.network != "torus" or itemsize > 1 or block_rows % tile_rows(itemsize) == 0:
+        return 0.0
+    if cut == "dot":
+        return 2 * COPYING_WHOLE * pieces * operand_bytes
+    return 2 * CUTTING_BETWEEN_TILES * operand_bytes / axis_size
 
 
 def copies_s(work: RingWork, axis_size: int, hardware: Hardware, *, cut_out: bool) -> float:

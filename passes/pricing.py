@@ -15,7 +15,7 @@ from cost_model.in_turn import in_turn_estimate
 from cost_model.matmul import matmul_s
 from cost_model.offloaded import offloaded_estimate
 from cost_model.pipeline import gather_after, pipeline_estimate
-from cost_model.plain_chain import copied_whole
+from cost_model.ring_copies import between_tiles_bytes
 from passes.block_eval import accumulator_dtype, cut_once
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
 from passes.dots import matmul
@@ -210,13 +210,20 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
     copied_bytes = 2 * sum(aval.size * aval.dtype.itemsize for aval, dim in blocked if dim) / axis_size
     narrow_bytes = scattered.size * narrow.itemsize / axis_size
 
-    whole_copies_bytes = 2 * sum(
-        aval.size
-        for aval, dim in blocked
-        if dim == 0
-        and aval.ndim > 1
-        and copied_whole(aval.shape[0] // axis_size, aval.dtype.itemsize, axis.hardware)
-    )
+    def between_tiles(schedule: RingSchedule) -> float:
+        return sum(
+            between_tiles_bytes(
+                aval.size * aval.dtype.itemsize,
+                aval.shape[0] // axis_size,
+                aval.dtype.itemsize,
+                axis_size,
+                axis.hardware,
+                pieces=schedule.pieces,
+                cut=schedule.cut,
+            )
+            for aval, dim in blocked
+            if dim == 0 and aval.ndim > 1
+        )
 
     def work(schedule: RingSchedule) -> RingWork:
         share = Fraction(1, axis_size)
@@ -230,7 +237,7 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
         else:
             share /= schedule.pieces * columns
             copied /= columns
-        copied += schedule.pieces * whole_copies_bytes
+        copied += between_tiles(schedule)
         return RingWork(
             collective="reduce_scatter",
             shard_bytes=narrow_bytes if schedule.wire == "operand" else wide_bytes,

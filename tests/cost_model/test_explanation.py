@@ -16,6 +16,7 @@ from cost_model.matmul import Matmul, matmul_s
 from cost_model.pipeline import GATHERED, gather_after
 from cost_model.plain_chain import PATTERNS, Form, PlainChain, PlainDot, chain_of, forms, price, works
 from cost_model.ring import estimate
+from cost_model.ring_copies import COPYING_WHOLE, CUTTING_BETWEEN_TILES
 
 V5P = dataclasses.replace(
     by_name("tpu_v5p"), name="like v5p", matmul_efficiency=0.965, matmul_overhead_s=3.7e-6
@@ -110,10 +111,13 @@ class TestTerms:
     ) -> None:
         chain = chain_of("dot_reduce_scatter", m, 512, 1024, dtype=dtype)
         axis = Axis(by_name(hardware), 16)
-        for form in (Form(), Form(directions=2)):
+        for form in (Form(), Form(directions=2), Form(cut="early"), Form(directions=2, cut="early")):
             (work,) = works(chain, form, axis)
             added = 0 if work.fused else 3 * work.shard_bytes * (1 if dtype == "int8" else 2)
-            assert work.apart_bytes - added == (2 * form.pieces * m * 512 if whole else 0)
+            copied_bytes = COPYING_WHOLE * form.pieces * m * 512
+            if form.cut == "early":  # only the blocks, however many pieces they have
+                copied_bytes = CUTTING_BETWEEN_TILES * m * 512 / 16
+            assert work.apart_bytes - added == pytest.approx(2 * copied_bytes if whole else 0)
 
     def test_what_may_be_rounded_is_taken_to_be_in_the_original(self) -> None:
         small, large = (

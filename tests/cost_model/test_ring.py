@@ -296,9 +296,9 @@ def test_accumulators_of_pieces_must_fit_on_the_chip_together() -> None:
     ("form", "needed_bytes"),
     [
         ({}, 3 * 4e6 + 4e6),  # Shards, and the float32 sum of a bfloat16 result.
-        ({"columns": 4}, (3 * 4e6 + 2 * 4e6) / 4),  # Those of two columns.
+        ({"columns": 4}, (3 * 4e6 + 4e6) / 4),  # Those of one column.
         ({"cut": "apart"}, 3 * 4e6 + 4e6 + 2 * 2e6),  # This step's block of an operand, and the next one's.
-        ({"cut": "apart", "columns": 4}, (3 * 4e6 + 2 * 4e6) / 4 + 4 * 2e6),  # All blocks.
+        ({"cut": "apart", "columns": 4}, (3 * 4e6 + 4e6) / 4 + 4 * 2e6),  # All blocks.
         ({"accumulator": "bfloat16"}, 3 * 4e6 + 2e6),
         ({"collective": "reduce_scatter"}, 3 * 4e6),
     ],
