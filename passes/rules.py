@@ -46,7 +46,6 @@ EXPLICIT: Final[dict[tuple[str, Pattern], Rule]] = {
 
 IMPLIED: Final[dict[tuple[str, Pattern], Rule]] = {
     **EXPLICIT,
-    ("tpu_v4", "gather"): Rule(_RUN, joined=True),
     ("tpu_v5p", "gather"): Rule(_RUN, joined=True),
 }
 """Where the compiler places the starts: it places some too late to hide a hop behind more than one matmul."""
