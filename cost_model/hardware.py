@@ -14,9 +14,6 @@ SCHEMA = 1
 LEAST_GAIN: Final = 0.05
 """`Hardware.least_gain` where nothing is known of the errors of predictions."""
 
-PART: Final = " core"
-"""What follows the name of a chip in that of a part of it."""
-
 Offloaded = Literal["all_gather", "all_reduce"]
 OFFLOADABLE: Final[tuple[Offloaded, ...]] = get_args(Offloaded)
 """What `Hardware.offloaded` may name."""
@@ -170,11 +167,6 @@ class Hardware:
         """Bytes per second that one device can send in one direction of a mesh axis."""
         return self.link_bytes_per_s * self.links_per_axis
 
-    @property
-    def chip(self) -> str:
-        """The name of the chip that this is, or is a part of."""
-        return self.name.removesuffix(PART)
-
     def per_core(self, devices_per_chip: int) -> "Hardware":
         """One of `devices_per_chip` equal parts of the chip; this hardware, if that is no finer than it is.
 
@@ -187,7 +179,7 @@ class Hardware:
         part = self.devices_per_chip / devices_per_chip
         return dataclasses.replace(
             self,
-            name=f"{self.name}{PART}",
+            name=f"{self.name} core",
             peak_flops=tuple((dtype, part * flops) for dtype, flops in self.peak_flops),
             hbm_bytes_per_s=part * self.hbm_bytes_per_s,
             on_chip_bytes=part * self.on_chip_bytes,

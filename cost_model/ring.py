@@ -161,8 +161,8 @@ def _buffers_bytes(work: RingWork, axis_size: int) -> float:
     """Bytes that the rings need beside operands and results.
 
     Shards that come and go; a gather's sums until they are the result, those of one column at a time; and
-    blocks that are cut out of an operand before their dots: one of each of the axis's
-    devices where all columns need them, else that of the next step beside that of this one.
+    blocks that are cut out of an operand before their dots: one of each of the axis's devices where all
+    columns need them, else that of the next step beside that of this one.
     """
     sums_bytes = cut_bytes = 0.0
     for piece, whole in work.pairs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Final, Literal
 
-from cost_model import Hardware
+from cost_model import Hardware, from_device_kind
 from passes import shims
 
 Pattern = Literal["gather", "scatter"]
@@ -57,7 +57,13 @@ DEFAULT: Final[dict[Pattern, Rule]] = {
 
 
 def rule(hardware: Hardware, *, gathers: bool) -> Rule:
-    """The rule for chains that gather, or that scatter, on a chip or on a part of one."""
+    """The rule for chains that gather, or that scatter, on some hardware.
+
+    It is the compiler's, and so that of the kind of device: one core of a chip, or a chip whose rates were
+    measured, has a name of its own.
+    """
     pattern: Pattern = "gather" if gathers else "scatter"
+    kinds = map(from_device_kind, hardware.device_kinds)
+    chip = next((known.name for known in kinds if known is not None), hardware.name)
     table = EXPLICIT if shims.EXPLICIT_STARTS else IMPLIED
-    return table.get((hardware.chip, pattern), DEFAULT[pattern])
+    return table.get((chip, pattern), DEFAULT[pattern])

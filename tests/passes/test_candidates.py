@@ -370,8 +370,12 @@ def test_every_tpu_has_rules_and_the_others_the_default() -> None:
         for pattern, default in DEFAULT.items():
             known = rule(hardware, gathers=pattern == "gather")
             assert (known is default) != hardware.name.startswith("tpu")
-            # A topology of TPU v4 is of cores, which have names of their own.
+            # A topology of TPU v4 is of cores, and what was measured has a name of its own too.
             assert rule(hardware.per_core(2), gathers=pattern == "gather") is known
+            measured = dataclasses.replace(hardware, name="measured")
+            assert rule(measured, gathers=pattern == "gather") is known
+            by_hand = dataclasses.replace(hardware, device_kinds=())
+            assert rule(by_hand, gathers=pattern == "gather") is known
 
 
 def test_a_rule_names_the_run_that_supports_it_and_fits_the_limit() -> None:
