@@ -201,7 +201,7 @@ _CHIPS = (
         dcn_latency_s=1e-5,
         least_gain=0.02,
         least_gain_beside=0.08,
-        offloaded=("all_gather", "all_reduce"),
+        offloaded=("all_gather", "all_reduce", "reduce_scatter"),
     ),
     _gpu(
         "a100",

@@ -14,7 +14,7 @@ SCHEMA = 1
 LEAST_GAIN: Final = 0.05
 """`Hardware.least_gain` where nothing is known of the errors of predictions."""
 
-Offloaded = Literal["all_gather", "all_reduce"]
+Offloaded = Literal["all_gather", "all_reduce", "reduce_scatter"]
 OFFLOADABLE: Final[tuple[Offloaded, ...]] = get_args(Offloaded)
 """What `Hardware.offloaded` may name."""
 

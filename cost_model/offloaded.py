@@ -1,8 +1,8 @@
 """Collectives that another core of the chip runs beside the dots: pieces of them, in turn, and their price.
 
-Of TPU7x the SparseCores run all_gathers and all_reduces (`Hardware.offloaded`): the compiler starts and
-awaits them apart. One that comes before all dots, or after them, still has nothing to hide behind; in pieces
-each has the dots of another.
+Of TPU7x the SparseCores run all_gathers, all_reduces and reduce_scatters (`Hardware.offloaded`): the compiler
+starts and awaits them apart. One that comes before all dots, or after them, still has nothing to hide behind;
+in pieces each has the dots of another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cost_model.ring import Estimate
 
 IN_TURN: Final = range(8, 17)
 """Of how many pieces one tries the least and the most that are equal: nothing hides the first one's
-all_gather, or the last one's all_reduce."""
+all_gather, or the last one's all_reduce or reduce_scatter."""
 
 FEW_IN_TURN: Final = (2, 4)
 """The same of a gather's rows: what pieces of them become is placed by copies, and short dots take long."""
@@ -83,13 +83,19 @@ def offloaded_estimate(
       axis: the devices.
     """
     hardware, gathers = axis.hardware, collective == "all_gather"
-    whole_s = axis.all_gather_s if gathers else axis.all_reduce_s
+    whole_s = {
+        "all_gather": axis.all_gather_s,
+        "all_reduce": axis.all_reduce_s,
+        "reduce_scatter": axis.reduce_scatter_s,
+    }[collective]
     hop_s = whole_s(moved_bytes / pieces)
 
     def copied_s(size: float, slowness: float) -> float:
         return slowness * 2 * size / hardware.hbm_bytes_per_s
 
     results_bytes = sum(matmul.result_bytes for matmul in matmuls)
+    if collective == "reduce_scatter":
+        results_bytes /= axis.size
     before_s = after_s = place_s = 0.0
     added_bytes = min(1.0, 2 / pieces) * moved_bytes - moved_bytes
     if not gathers:

@@ -180,7 +180,7 @@ class Form:
       route: a ring, or by which collectives pieces go in turn. See `offloaded`.
     """
 
-    route: Literal["ring", "all_gather", "all_reduce"] = "ring"
+    route: Literal["ring", "all_gather", "all_reduce", "reduce_scatter"] = "ring"
     directions: Directions = 1
     rings: int = 1
     walks: bool = False
@@ -391,6 +391,9 @@ def _offloaded(chain: PlainChain, axis: Axis, unit: int) -> Iterator[Form]:
             yield Form(route="all_reduce", chains=pieces)
         for pieces in counts(size, LANES) if size else ():
             yield Form(route="all_reduce", chains=pieces, across=True)
+    elif chain.pattern == "dot_reduce_scatter" and is_offloaded("reduce_scatter", axis):
+        for pieces in counts(size, LANES) if size else ():
+            yield Form(route="reduce_scatter", chains=pieces, across=True)
     elif chain.pattern == "all_gather_dot" and is_offloaded("all_gather", axis):
         if size:
             for pieces in counts(size, LANES):

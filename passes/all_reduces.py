@@ -49,7 +49,7 @@ def emit_all_reduces(
     if isinstance(chain, AllGatherDot):
         return _gather(flow, chain, schedule, read, turns)
     if isinstance(chain, DotPsum):
-        return _psum(flow, chain, schedule, read, turns)
+        return sums_in_turn(flow, chain, schedule, read, turns)
     return _scatter(flow, chain, schedule, read, turns)
 
 
@@ -123,16 +123,22 @@ def _scatter(
         return {value: total if collective.tiled else lax.squeeze(total, (collective.dim,))}
 
 
-def _psum(flow: Dataflow, chain: DotPsum, schedule: RingSchedule, read: Read, turns: Turns) -> dict[int, Any]:
-    """The sum is made and added up piece by piece: rows of it, or, across, columns."""
+def sums_in_turn(
+    flow: Dataflow, chain: DotPsum | DotReduceScatter, schedule: RingSchedule, read: Read, turns: Turns
+) -> dict[int, Any]:
+    """The sum is made and added up by the chain's collective piece by piece.
+
+    Of a psum pieces are rows, or, across, columns; of a reduce_scatter, whose rows are the devices', columns.
+    """
     op = flow.ops[chain.collective.op]
-    widened = widened_ops(flow, chain.scatter)
-    strips = across(flow, chain.scatter) if schedule.across else None
+    scatter = chain.scatter if isinstance(chain, DotPsum) else chain
+    widened = widened_ops(flow, scatter)
+    strips = across(flow, scatter) if schedule.across else None
     dim = chain.collective.dim if strips is None else strips.result_dim
     last = None
-    for piece, read_piece in _pieces_of_sum(flow, chain, schedule, strips, read, turns.places):
+    for piece, read_piece in _pieces_of_sum(flow, chain, scatter, schedule, strips, read, turns.places):
         later = dataclasses.replace(piece, later=turns.nothing_of(last))
-        last = _sum_of(flow, chain.scatter, later, read_piece, widened)
+        last = _sum_of(flow, scatter, later, read_piece, widened)
         with turns.scope():
             last = lax.convert_element_type(last, flow.aval(op.inputs[0]).dtype)
         turns.send(last)
@@ -143,15 +149,16 @@ def _psum(flow: Dataflow, chain: DotPsum, schedule: RingSchedule, read: Read, tu
 
 def _pieces_of_sum(
     flow: Dataflow,
-    chain: DotPsum,
+    chain: DotPsum | DotReduceScatter,
+    scatter: DotReduceScatter,
     schedule: RingSchedule,
     strips: Across | None,
     read: Read,
     places: Places,
 ) -> Iterator[tuple[Piece, Read]]:
-    """The pieces of a psum's operand, and what gives the dot's operands for each."""
+    """The pieces of a sum, and what gives the dot's operands for each."""
     if strips is not None:
-        (dot,) = chain.scatter.dots
+        (dot,) = scatter.dots
         sliced = flow.ops[dot.op].inputs[strips.operand]
         whole, along = read(sliced), strips.dim
         for part in parts(schedule, whole.shape[along], LANES):

@@ -16,6 +16,7 @@ from passes.all_gathers import goes_by_all_gathers
 from passes.all_reduces import goes_by_all_reduces
 from passes.chains import AllGatherDot, Chain, DotPsum
 from passes.graph import Dataflow
+from passes.reduce_scatters import goes_by_reduce_scatters
 from passes.rules import Rule, rule
 from passes.schedule import RingSchedule, across, divisions, tile_rows
 
@@ -114,6 +115,12 @@ def _offloaded(
             result = flow.avals[flow.ops[chain.collective.op].outputs[0]]
             for pieces in counts(result.shape[cut.result_dim], LANES):
                 yield dataclasses.replace(base, chains=pieces, across=True)
+    elif goes_by_reduce_scatters(flow, chain) and is_offloaded("reduce_scatter", axis):
+        cut = across(flow, chain)
+        assert cut is not None
+        result = flow.avals[flow.ops[chain.collective.op].outputs[0]]
+        for pieces in counts(result.shape[cut.result_dim], LANES):
+            yield RingSchedule(directions=1, route="reduce_scatter", chains=pieces, across=True)
     elif isinstance(chain, AllGatherDot) and is_offloaded("all_gather", axis) and goes_by_all_gathers(chain):
         base = RingSchedule(directions=1, route="all_gather")
         if (cut := across(flow, chain)) is not None:

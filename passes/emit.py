@@ -13,6 +13,7 @@ from passes.gather_ring import emit_gather_ring
 from passes.graph import Dataflow
 from passes.hops import Rings
 from passes.psum_ring import emit_psum_rings
+from passes.reduce_scatters import emit_reduce_scatters
 from passes.scatter_ring import emit_scatter_exchange, emit_scatter_ring
 from passes.schedule import RingSchedule
 
@@ -37,6 +38,8 @@ def emit_ring(flow: Dataflow, ring: Ring, read: Read, rings: Rings) -> dict[int,
         if ring.schedule.route == "all_gather":
             return emit_all_gathers(flow, chain, ring.schedule, read, rings[0])
         return emit_gather_ring(flow, chain, ring.schedule, read(op.inputs[0]), read, rings)
+    if ring.schedule.route == "reduce_scatter":
+        return emit_reduce_scatters(flow, chain, ring.schedule, read, rings[0])
     if ring.schedule.route == "exchange":
         return {op.outputs[0]: emit_scatter_exchange(flow, chain, read, rings[0])}
     return {op.outputs[0]: emit_scatter_ring(flow, chain, ring.schedule, read, rings)}

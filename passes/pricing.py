@@ -77,7 +77,7 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
     def ring(schedule: RingSchedule) -> Estimate:
         if schedule.route == "all_reduce":
             priced = _in_turn(flow, chain, schedule, axis)
-        elif schedule.route == "all_gather":
+        elif schedule.route in ("all_gather", "reduce_scatter"):
             priced = _offloaded(flow, chain, schedule, axis, as_written())
         else:
             priced = estimate(work_of(schedule), axis)
@@ -138,8 +138,9 @@ def _offloaded(
         rounded = {} if sent == moved.dtype else dict.fromkeys(chain.blocked, sent.name)
     cut = across(flow, inner) if schedule.across else None
     share, second = (part, None) if cut is None else (Fraction(1), (cut, part))
+    assert schedule.route != "ring" and schedule.route != "exchange"
     return offloaded_estimate(
-        "all_gather" if isinstance(chain, AllGatherDot) else "all_reduce",
+        schedule.route,
         schedule.chains,
         across=schedule.across,
         moved_bytes=moved.size * itemsize,

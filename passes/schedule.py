@@ -57,7 +57,7 @@ class RingSchedule:
     """
 
     directions: Literal[1, 2]
-    route: Literal["ring", "exchange", "all_reduce", "all_gather"] = "ring"
+    route: Literal["ring", "exchange", "all_reduce", "all_gather", "reduce_scatter"] = "ring"
     chains: int = 1
     columns: int = 1
     across: bool = False
@@ -89,7 +89,7 @@ class RingSchedule:
     def __str__(self) -> str:
         if self.route == "exchange":
             return "exchange"
-        if self.route in ("all_gather", "all_reduce"):
+        if self.route != "ring":
             return in_words(self.route, self.chains, across=self.across)
         words = ["unidirectional" if self.directions == 1 else "bidirectional"]
         words += cut_in_words(self.chains, self.columns, across=self.across, joined=self.joined, cut=self.cut)

@@ -28,6 +28,7 @@ def test_pieces_are_equal_and_of_whole_grains(size: int, grain: int, few: bool) 
 
 def test_words() -> None:
     assert in_words("all_gather", 1, across=False) == "1 all_gather"
+    assert in_words("reduce_scatter", 8, across=True) == "8 reduce_scatters in turn, cut across"
     assert in_words("all_reduce", 16, across=True) == "16 all_reduces in turn, cut across"
     assert str(Form(route="all_gather", chains=4)) == "4 all_gathers in turn"
 
@@ -54,7 +55,12 @@ def test_what_leaves_a_slice_is_not_offloaded() -> None:
 
 @pytest.mark.parametrize(
     ("pattern", "options"),
-    [("all_gather_dot", {}), ("all_gather_dot", {"cut": "k", "operand": "rhs"}), ("dot_psum", {})],
+    [
+        ("all_gather_dot", {}),
+        ("all_gather_dot", {"cut": "k", "operand": "rhs"}),
+        ("dot_psum", {}),
+        ("dot_reduce_scatter", {}),
+    ],
 )
 def test_between_the_limit_and_one_after_the_other(pattern: str, options: dict[str, str]) -> None:
     chain = chain_of(pattern, 16384, 8192, 16384, **options)  # type: ignore[arg-type]

@@ -146,10 +146,14 @@ def gather_contracting(x, w):
 def psum(x, w):
     return lax.psum(x @ w, "x")
 
+def scatter(x, w):
+    return lax.psum_scatter(x @ w, "x", tiled=True)
+
 CASES = {
     "gather_free": (gather_free, (4096, 8192), (8192, 20480), (P("x"), P(None, "x")), P(None, "x")),
     "gather_contracting": (gather_contracting, (16384, 8192), (8192, 16384), (P("x"), P("x")), P("x")),
     "psum": (psum, (16384, 16384), (16384, 8192), (P(None, "x"), P("x")), P()),
+    "scatter": (scatter, (16384, 16384), (16384, 8192), (P(None, "x"), P("x")), P("x")),
 }
 found = {}
 for name, (body, x, w, ins, outs) in CASES.items():
@@ -177,6 +181,7 @@ def test_sparse_cores_work_beside_the_dots() -> None:
     assert "all_gathers in turn" in found["gather_free"][0]
     assert "all_gathers in turn, cut across" in found["gather_contracting"][0]
     assert "all_reduces in turn" in found["psum"][0]
+    assert "reduce_scatters in turn" in found["scatter"][0]
     for original, ours in ((row[1], row[2]) for row in found.values()):
         assert ours[0] < 0.9 * original[0]
         assert ours[1] < 0.7 * original[1]
