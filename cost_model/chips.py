@@ -169,8 +169,7 @@ _CHIPS = (
     ),
     # JAX sees each of a chip's two dies as a device: half of the chip's FLOP/s and memory bandwidth. The
     # links belong to the chip; an axis that runs through both dies of every chip has them to itself. Its
-    # SparseCores do what is offloaded (libtpu 0.0.42 and 0.0.50, by default); reduce_scatters and permutes
-    # they do not.
+    # SparseCores do what is offloaded (libtpu 0.0.42 and 0.0.50, by default); permutes they do not.
     Hardware(
         name="tpu_7x",
         device_kinds=("TPU7x",),

@@ -70,7 +70,7 @@ def offloaded_estimate(
     """Prices pieces that go one after the other.
 
     Strips of what is gathered are cut out before, and the results of their dots put together after; pieces of
-    rows are placed one by one.
+    rows are placed one by one. Of a sum each strip is cut out, and each piece placed, by a copy of its own.
 
     Args:
       collective: by which pieces go.
@@ -98,8 +98,10 @@ def offloaded_estimate(
         results_bytes /= axis.size
     before_s = after_s = place_s = 0.0
     added_bytes = min(1.0, 2 / pieces) * moved_bytes - moved_bytes
+    cut_s = 0.0
     if not gathers:
-        place_s = copied_s(results_bytes / pieces, PLACING)
+        place_s = copied_s(results_bytes / pieces, PLACING) + hardware.copy_overhead_s
+        cut_s = hardware.copy_overhead_s if across else 0.0
     elif across:
         before_s, after_s = copied_s(moved_bytes / axis.size, CUTTING), copied_s(results_bytes, 1.0)
         added_bytes += moved_bytes / axis.size + results_bytes
@@ -112,7 +114,7 @@ def offloaded_estimate(
         dot_s=as_written.dot_s,
         collective_s=as_written.collective_s,
         own_s=0.0,
-        pieces_s=[first_s, *[wholes_s(piece, hardware, hop_s)] * (pieces - 1)],
+        pieces_s=[cut_s + first_s, *[cut_s + wholes_s(piece, hardware, hop_s)] * (pieces - 1)],
         hops_s=[hop_s] * pieces,
         latency_s=pieces * whole_s(0.0),
         hardware=hardware,
