@@ -14,7 +14,7 @@ from cost_model.tile import LANES
 from passes import shims
 from passes.all_gathers import goes_by_all_gathers
 from passes.all_reduces import goes_by_all_reduces
-from passes.chains import AllGatherDot, Chain, DotPsum
+from passes.chains import AllGatherDot, Chain, DotPsum, DotReduceScatter
 from passes.graph import Dataflow
 from passes.reduce_scatters import goes_by_reduce_scatters
 from passes.rules import Rule, rule
@@ -111,16 +111,10 @@ def _offloaded(
         base = RingSchedule(directions=1, route="all_reduce")
         for pieces in counts(unit * chain.collective.axis_size, LEAST_ROWS):
             yield dataclasses.replace(base, chains=pieces)
-        if (cut := across(flow, chain.scatter)) is not None:
-            result = flow.avals[flow.ops[chain.collective.op].outputs[0]]
-            for pieces in counts(result.shape[cut.result_dim], LANES):
-                yield dataclasses.replace(base, chains=pieces, across=True)
-    elif goes_by_reduce_scatters(flow, chain) and is_offloaded("reduce_scatter", axis):
-        cut = across(flow, chain)
-        assert cut is not None
-        result = flow.avals[flow.ops[chain.collective.op].outputs[0]]
-        for pieces in counts(result.shape[cut.result_dim], LANES):
-            yield RingSchedule(directions=1, route="reduce_scatter", chains=pieces, across=True)
+        yield from _strips_of_sum(flow, chain.scatter, base)
+    elif goes_by_reduce_scatters(chain):
+        if is_offloaded("reduce_scatter", axis):
+            yield from _strips_of_sum(flow, chain, RingSchedule(directions=1, route="reduce_scatter"))
     elif isinstance(chain, AllGatherDot) and is_offloaded("all_gather", axis) and goes_by_all_gathers(chain):
         base = RingSchedule(directions=1, route="all_gather")
         if (cut := across(flow, chain)) is not None:
@@ -129,6 +123,15 @@ def _offloaded(
         elif not _adds_up(chain) and (len(chain.dots) <= MOST_DOTS or thorough):
             for pieces in counts(unit, tile_rows(flow, chain), few=True):
                 yield dataclasses.replace(base, chains=pieces)
+
+
+def _strips_of_sum(flow: Dataflow, chain: DotReduceScatter, base: RingSchedule) -> Iterator[RingSchedule]:
+    """The ways by strips of the sum, where it has any."""
+    cut = across(flow, chain)
+    if cut is not None:
+        result = flow.avals[flow.ops[chain.collective.op].outputs[0]]
+        for pieces in counts(result.shape[cut.result_dim], LANES):
+            yield dataclasses.replace(base, chains=pieces, across=True)
 
 
 def _wire(flow: Dataflow, chain: Chain, axis: Axis) -> Literal["float32", "operand"]:

@@ -6,23 +6,21 @@ over (`Hardware.offloaded`): nothing needs a ring there, and every dot has all r
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 from passes.all_reduces import sums_in_turn
 from passes.block_eval import Read
 from passes.chains import Chain, DotReduceScatter
 from passes.graph import Dataflow
 from passes.hops import Places
-from passes.schedule import RingSchedule, across
+from passes.schedule import RingSchedule
 from passes.turns import Turns
 
 
-def goes_by_reduce_scatters(flow: Dataflow, chain: Chain) -> bool:
-    """Whether strips of what the chain scatters can be scattered by themselves."""
+def goes_by_reduce_scatters(chain: Chain) -> TypeGuard[DotReduceScatter]:
+    """Whether strips of what the chain scatters, if it has any, can be scattered by themselves."""
     collective = chain.collective
-    if not isinstance(chain, DotReduceScatter) or collective.kind != "reduce_scatter":
-        return False
-    return collective.tiled and across(flow, chain) is not None
+    return isinstance(chain, DotReduceScatter) and collective.kind == "reduce_scatter" and collective.tiled
 
 
 def emit_reduce_scatters(
