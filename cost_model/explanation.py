@@ -66,7 +66,8 @@ class Candidate:
       form: how the rings run.
       estimate: the price, as of the pass.
       partials: one piece of each dot.
-      steps: ring steps with partial dots, P; of a form with columns those of all columns.
+      steps: ring steps with partial dots, P; of a form with columns those of all columns. Where whole shards
+        go half way round they are half as many, and their dots differ: step_dots_s is the mean.
       hops: ring steps with a hop.
       step_dots_s: partial dots of one step, with the additions and copies between them, on average.
       step_hop_s: all hops of one step, on average.
@@ -295,11 +296,17 @@ def _candidate(chain: PlainChain, form: Form, axis: Axis) -> Candidate:
     (work,) = works(chain, form, axis) or (None,)
     columns = 1 if work is None else work.columns
     steps, hops = axis.size * columns, (axis.size - 1) * columns
+    if form.halfway:
+        hops = axis.size // 2
+        steps = hops + 1
     # A psum's gather comes after its ring, or beside it in columns, and is no part of the steps.
     gather = gather_after(chain.moved_bytes, axis) if chain.pattern == "dot_psum" else None
     gather_s = 0.0 if gather is None else gather.overlapped_s
     step_dots_s = (priced.partials_s - (0.0 if gather is None else gather.partials_s)) / steps
     alone_s = step_dots_s * columns
+    if form.halfway:
+        # Two shards come last, or one in halves.
+        alone_s = priced.partials_s * (1 + axis.size % 2) / axis.size
     if work is not None and gather is not None and columns > 1:
         # Beside the first products of all chunks but one runs the gather of the chunk before.
         alone_s, gather_s = step_dots_s, last_gather_s(work, chain.moved_bytes, axis, across=form.across)

@@ -35,6 +35,9 @@ COLUMNS: Final = (1, 2, 4, 8, 16)
 LEAST_ROUNDED: Final = 512
 """Rows, columns and depth of a block from which on all its pieces are surely the matrix unit's."""
 
+LONGEST_UNROLLED: Final = 24
+"""Devices on the longest axis whose ring is unrolled: compile time grows faster than the ring."""
+
 LEAST_COLUMN: Final = 256
 """Elements below which a column makes a matmul too narrow for the matrix unit."""
 
@@ -160,13 +163,16 @@ class PlainChain:
         return math.gcd(*(getattr(dot.matmul, dot.cut) // axis_size for dot in self.dots))
 
 
-def cut_in_words(chains: int, columns: int, *, across: bool, joined: bool, cut: Cut) -> list[str]:
+def cut_in_words(
+    chains: int, columns: int, *, across: bool, joined: bool, halfway: bool, cut: Cut
+) -> list[str]:
     """How a ring's blocks are cut, as forms and schedules say it; nothing where they are not."""
     said = {
         f"{chains} chains": chains > 1,
         f"{columns} columns": columns > 1,
         "cut across": across,
         "joined": joined,
+        "half way": halfway,
         f"cut {cut}": cut != "dot",
     }
     return [words for words, so in said.items() if so]
@@ -188,6 +194,7 @@ class Form:
     columns: int = 1
     across: bool = False
     joined: bool = False
+    halfway: bool = False
     cut: Cut = "dot"
     wide_wire: bool = False
 
@@ -202,7 +209,14 @@ class Form:
         words = ["unidirectional" if self.directions == 1 else "bidirectional"]
         if self.rings > 1:
             words.append(f"{self.rings} {'walks' if self.walks else 'rings'}")
-        words += cut_in_words(self.chains, self.columns, across=self.across, joined=self.joined, cut=self.cut)
+        words += cut_in_words(
+            self.chains,
+            self.columns,
+            across=self.across,
+            joined=self.joined,
+            halfway=self.halfway,
+            cut=self.cut,
+        )
         if self.wide_wire:
             words.append("float32 wire")
         return ", ".join(words)
@@ -347,6 +361,14 @@ def best(chain: PlainChain, axis: Axis, among: tuple[Form, ...] | None = None) -
     return max(priced, key=lambda pair: pair[1].rank)
 
 
+def goes_halfway(directions: Directions, axis: Axis) -> bool:
+    """Whether whole shards may go half way round in place of half-shards: on TPUs, where rings are unrolled.
+
+    Of two devices half-shards go one hop either way.
+    """
+    return directions == 2 and 2 < axis.size <= LONGEST_UNROLLED and axis.hardware.network == "torus"
+
+
 def cuts(axis: Axis, *, gathers: bool, sums: bool) -> tuple[Cut, ...]:
     """The ways worth trying to cut blocks out of an operand: a TPU's compiler keeps some copies on chip.
 
@@ -368,10 +390,14 @@ def _all(chain: PlainChain, axis: Axis) -> Iterator[Form]:
         bases.append(Form(rings=len(axis.walks), walks=True))
     ways_to_cut = cuts(axis, gathers=chain.gathers, sums=any(dot.cut == "k" for dot in chain.dots))
     bases = [dataclasses.replace(base, cut=cut) for base in bases for cut in ways_to_cut]
+    # Of dots that add up the pieces would be no larger, and what is rounded to travel is slow to cut again.
+    halfway = all(dot.cut != "k" for dot in chain.dots) and chain.wire_bytes(axis) == chain.moved_bytes
     for base in bases:
         if chain.gathers:
             for columns, joined in itertools.product(COLUMNS, (False, True)):
                 yield dataclasses.replace(base, columns=columns, joined=joined)
+                if halfway and columns == 1 and not joined and goes_halfway(base.directions, axis):
+                    yield dataclasses.replace(base, halfway=True)
                 if not joined:
                     yield dataclasses.replace(base, columns=columns, across=True)
         else:
@@ -425,6 +451,7 @@ def _fits(chain: PlainChain, form: Form, unit: int) -> bool:
 
 def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
     pieces = 1 if form.joined or form.across else form.pieces
+    share = Fraction(1, axis.size * pieces)
     strips = form.pieces if form.across else 1
     columns = form.columns * strips
     second = None
@@ -438,13 +465,14 @@ def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
         shard_bytes=shard_bytes,
         collective_shard_bytes=shard_bytes / 2 if halves else shard_bytes,
         matmuls=tuple(dot.matmul for dot in dots),
-        piece=tuple(dot.piece(Fraction(1, axis.size * pieces), second) for dot in dots),
+        piece=tuple(dot.piece((1 + form.halfway) * share, second) for dot in dots),
         directions=form.directions,
         rings=form.rings,
         walks=form.walks,
         chains=form.chains,
         columns=form.columns,
         joined=form.joined,
+        halves=tuple(dot.piece(share) for dot in dots) if form.halfway else (),
         cut=form.cut,
         accumulator=max(summed, key=dtype_bytes, default="float32"),
         accumulators=strips,

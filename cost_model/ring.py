@@ -9,6 +9,7 @@ where they arise.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from dataclasses import dataclass, fields
 from typing import Final
 
@@ -17,7 +18,7 @@ from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import matmul_s
 from cost_model.on_chip import side_bytes, wholes_s
-from cost_model.ring_copies import copies_s, entering_s
+from cost_model.ring_copies import copies_s, cutting_s, entering_s
 from cost_model.ring_on_chip import OnChip, on_chip, sums_stay
 from cost_model.ring_work import RingWork, cut_side, sent_side
 from cost_model.tile import placed_slowness
@@ -82,6 +83,9 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
 
     since a gather ring adds its own partial sums, beside the hop, and an accumulator must be added to before
     it is sent on; if the dot itself adds to it, its hop runs beside the dots of the other pieces only.
+    A gather whose whole shards go both ways, each half way round, has its own shard in the first step, two in
+    each later one, and where P is even the one that has furthest to go, in halves, in the last: as many bytes
+    on the wire in half as many hops, and half as many dots, twice as large.
     Before them a gather cuts its own shard into what it sends. Copying the gathered shards into place reads
     and writes each once. Joining the pieces of a step, taking the rows of its results apart again, and
     cutting a shard, or blocks out of an operand before its dots, take as long as `cost_model.ring_copies`
@@ -99,6 +103,8 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
       fetched: whether what is held on chip is there before the first dot.
       cut_out: whether the blocks that are cut out before their dots have been, for another chunk of a psum.
     """
+    if work.halves and axis.size > 1:
+        return _halfway_estimate(work, axis, fetched=fetched)
     hardware = axis.hardware
     hops = axis.size - 1
     copy_s = copies_s(work, axis.size, hardware, cut_out=cut_out)
@@ -122,21 +128,9 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
     else:
         step_s = max(partial_s + add_s, wire_s)
 
-    # The first dot waits for what is held, and the hop beside it is on its way meanwhile.
-    waits = hardware.network == "torus" and not fetched
-    fetch_s = placed.held_bytes / hardware.hbm_bytes_per_s if waits else 0.0
-    entered_s = entering_s(work, hardware)
-    waited_s = max(entered_s, fetch_s - max(0.0, step_s - add_s - partial_s))
-    if placed.results:  # and is brought out at the end
-        waited_s += sum(whole.result_bytes for whole in work.matmuls) / hardware.hbm_bytes_per_s
-
-    gathered = work.collective == "all_gather"
-    collective_s = (axis.all_gather_s if gathered else axis.reduce_scatter_s)(
-        axis.size * work.collective_shard_bytes
-    )
+    waited_s = _waited_s(work, placed, hardware, fetched=fetched, spare_s=step_s - add_s - partial_s)
+    dot_s, collective_s = _as_written_s(work, axis)
     latency_s = work.chains * axis.step_s(0, work.directions, work.rings, walks=work.walks)
-    sent = sent_side(work, axis.size, *work.pairs[0]) if gathered and work.pairs else None
-    dot_s = wholes_s(work.matmuls, hardware, collective_s if gathered else 0.0, sent)
     if not hops:  # one device has nothing to wait for
         return Estimate(
             dot_s=dot_s,
@@ -157,6 +151,66 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
     )
 
 
+def _halfway_estimate(work: RingWork, axis: Axis, *, fetched: bool) -> Estimate:
+    """Prices a gather whose whole shards go both ways, each half way round. Arguments as of `estimate`."""
+    hardware = axis.hardware
+    placed = on_chip(work, axis.size, hardware)
+    copy_s = copies_s(work, axis.size, hardware, cut_out=False)
+    halved = dataclasses.replace(work, piece=work.halves, halves=())
+    pairs, halves = (axis.size - 1) // 2, 1 - axis.size % 2
+    dots_s = [work.pieces / 2 * _pieces_s(work, placed, hardware, adds=False) + copy_s]
+    dots_s += pairs * [work.pieces * _pieces_s(work, placed, hardware, adds=True) + 2 * copy_s]
+    dots_s += halves * [work.pieces * _pieces_s(halved, placed, hardware, adds=True) + copy_s]
+
+    shard_bytes = work.shard_bytes
+    if not hardware.overlaps:
+        shard_bytes = max(shard_bytes, work.collective_shard_bytes)
+    piece_bytes = shard_bytes / (work.chains * work.columns)
+    pair_s, half_s, latency_s = (
+        work.chains * axis.step_s(times * piece_bytes, work.directions, work.rings) for times in (2, 1, 0)
+    )
+    wires_s = [*pairs * [pair_s], *halves * [half_s]]
+    # What has furthest to go is cut in halves before its last hop.
+    cut_s = halves * cutting_s(work, hardware) / work.columns
+    besides_s = map(max if hardware.overlaps else operator.add, dots_s, wires_s)
+    ring_s = sum(besides_s) + cut_s + dots_s[-1]
+    waited_s = _waited_s(work, placed, hardware, fetched=fetched, spare_s=wires_s[0] - dots_s[0])
+    dot_s, collective_s = _as_written_s(work, axis)
+    return Estimate(
+        dot_s=dot_s,
+        collective_s=collective_s,
+        partials_s=waited_s + work.columns * (sum(dots_s) + cut_s),
+        hops_s=work.columns * sum(wires_s),
+        hop_latency_s=work.columns * len(wires_s) * latency_s,
+        overlapped_s=waited_s + work.columns * ring_s,
+        added_bytes=_buffers_bytes(work, axis.size) - axis.size * work.collective_shard_bytes,
+    )
+
+
+def _waited_s(work: RingWork, placed: OnChip, hardware: Hardware, *, fetched: bool, spare_s: float) -> float:
+    """Seconds before the first dot and after the last.
+
+    The first dot waits for what is held on chip. The hop beside it is on its way meanwhile, and takes
+    ``spare_s`` longer than the dot. Results that grow on chip are brought out at the end.
+    """
+    waits = hardware.network == "torus" and not fetched
+    fetch_s = placed.held_bytes / hardware.hbm_bytes_per_s if waits else 0.0
+    waited_s = max(entering_s(work, hardware), fetch_s - max(0.0, spare_s))
+    if placed.results:
+        waited_s += sum(whole.result_bytes for whole in work.matmuls) / hardware.hbm_bytes_per_s
+    return waited_s
+
+
+def _as_written_s(work: RingWork, axis: Axis) -> tuple[float, float]:
+    """Seconds of the original dots, and of the original collective."""
+    gathered = work.collective == "all_gather"
+    collective_s = (axis.all_gather_s if gathered else axis.reduce_scatter_s)(
+        axis.size * work.collective_shard_bytes
+    )
+    sent = sent_side(work, axis.size, *work.pairs[0]) if gathered and work.pairs else None
+    return wholes_s(work.matmuls, axis.hardware, collective_s if gathered else 0.0, sent), collective_s
+
+
 def _buffers_bytes(work: RingWork, axis_size: int) -> float:
     """Bytes that the rings need beside operands and results.
 
@@ -171,7 +225,8 @@ def _buffers_bytes(work: RingWork, axis_size: int) -> float:
         if work.cut != "dot":
             cut_bytes += work.dots * side_bytes(piece, cut_side(work, axis_size, piece, whole))
     in_columns = work.columns > 1
-    shards_bytes = min(axis_size - 1, SHARDS_HELD) * work.shard_bytes
+    held = 2 * SHARDS_HELD if work.halves else SHARDS_HELD
+    shards_bytes = min(axis_size - 1, held) * work.shard_bytes
     blocks = axis_size if in_columns else 2
     return (shards_bytes + sums_bytes) / work.columns + blocks * cut_bytes
 

@@ -105,8 +105,14 @@ def copies_s(work: RingWork, axis_size: int, hardware: Hardware, *, cut_out: boo
 
 def entering_s(work: RingWork, hardware: Hardware) -> float:
     """Seconds of cutting this device's shard into what a gather sends, before the first hop."""
-    cut = work.collective == "all_gather" and work.pieces * work.columns > 1
-    if not cut or hardware.network != "torus":
+    sent = work.pieces // 2 if work.halves else work.pieces
+    cut = work.collective == "all_gather" and sent * work.columns > 1
+    return cutting_s(work, hardware) if cut else 0.0
+
+
+def cutting_s(work: RingWork, hardware: Hardware) -> float:
+    """Seconds of cutting a shard into pieces that are sent."""
+    if hardware.network != "torus":
         return 0.0
     return hardware.slicing * 2 * work.shard_bytes / hardware.hbm_bytes_per_s
 

@@ -30,6 +30,8 @@ class RingWork:
       chains: pieces of a shard per ring and direction. A step has directions · rings · chains pieces.
       columns: how many such rings of steps run one after the other, each with its part of every shard.
       joined: whether the pieces of a step go into one partial dot; then `piece` is that of all of them.
+      halves: where whole shards of a gather go both ways, each half way round, the dots of one piece of what
+        has furthest to go, of which a half comes from each side; `piece` is twice that. Else none.
       cut: how blocks of what does not travel come to the dots of a scatter, and to those of a gather that are
         cut along K.
       accumulator: dtype of the partial sums that dots add to, where they do: those of a gather whose piece is
@@ -55,6 +57,7 @@ class RingWork:
     chains: int = 1
     columns: int = 1
     joined: bool = False
+    halves: tuple[Matmul, ...] = ()
     cut: Cut = "dot"
     accumulator: str = "float32"
     accumulators: int = 1
@@ -71,6 +74,13 @@ class RingWork:
             raise ValueError(f"bytes must not be negative, got {self}")
         if len(self.piece) != len(self.matmuls):
             raise ValueError(f"every matmul needs its piece, got {self}")
+        if self.halves and (
+            len(self.halves) != len(self.matmuls)
+            or self.directions == 1
+            or self.joined
+            or self.collective == "reduce_scatter"
+        ):
+            raise ValueError(f"half way round go whole shards of a gather, both ways, not {self}")
 
     @property
     def pieces(self) -> int:

@@ -117,6 +117,8 @@ def considered(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
     def follows(form: Form) -> bool:
         if form.route != "ring":
             return True
+        if form.halfway:
+            return not rule.joined
         if chain.gathers:
             free = form.across or rule.joined is None
             return free or form.joined == (rule.joined and form.pieces > 1)

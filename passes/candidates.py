@@ -9,7 +9,14 @@ from typing import Final, Literal
 
 from cost_model import Axis
 from cost_model.offloaded import LEAST_ROWS, MOST_DOTS, counts, is_offloaded
-from cost_model.plain_chain import COLUMNS, LEAST_COLUMN, MOST_PIECES, cuts
+from cost_model.plain_chain import (
+    COLUMNS,
+    LEAST_COLUMN,
+    LONGEST_UNROLLED,
+    MOST_PIECES,
+    cuts,
+    goes_halfway,
+)
 from cost_model.tile import LANES
 from passes import shims
 from passes.all_gathers import goes_by_all_gathers
@@ -19,9 +26,7 @@ from passes.graph import Dataflow
 from passes.reduce_scatters import goes_by_reduce_scatters
 from passes.rules import Rule, rule
 from passes.schedule import RingSchedule, across, divisions, tile_rows
-
-LONGEST_UNROLLED: Final = 24
-"""Devices on the longest axis whose ring is unrolled: compile time grows faster than the ring."""
+from passes.wire import wire_dtype
 
 UNROLL: Final = 4
 """Steps per iteration of a rolled ring."""
@@ -64,6 +69,8 @@ def candidates(
     for base, cut in itertools.product(bases, ways_to_cut):
         base = dataclasses.replace(base, cut=cut)
         found.extend(_all(flow, chain, base) if thorough else _by_rule(flow, chain, base, known))
+        if _halfway(flow, chain, base, axis, known):
+            found.append(dataclasses.replace(base, halfway=True))
     most = MOST_PIECES if axis.hardware.opposite_hops_overlap else 1
     fitting = [
         s for s in dict.fromkeys(found) if _in_flight(chain, s) <= most and _fits(flow, chain, s, unit)
@@ -181,6 +188,18 @@ def _makes_chunks(flow: Dataflow, chain: DotPsum, schedule: RingSchedule, unit: 
         return False
     size = flow.avals[flow.ops[chain.scatter.dots[0].op].outputs[0]].shape[cut.result_dim]
     return not size % schedule.columns and size // schedule.columns >= LEAST_COLUMN
+
+
+def _halfway(flow: Dataflow, chain: Chain, base: RingSchedule, axis: Axis, known: Rule) -> bool:
+    """Whether whole shards may go half way round.
+
+    Of dots that add up the pieces would be no larger, and what is rounded to travel is slow to cut again.
+    """
+    if not isinstance(chain, AllGatherDot) or _adds_up(chain) or known.joined:
+        return False
+    if wire_dtype(flow, chain) != flow.avals[chain.wire].dtype:
+        return False
+    return not base.unroll and goes_halfway(base.directions, axis)
 
 
 def _in_flight(chain: Chain, schedule: RingSchedule) -> int:

@@ -29,8 +29,8 @@ from passes.chains import AllGatherDot, ShardReduction
 from passes.collective import Collective
 from passes.graph import Dataflow
 from passes.hops import Places, Rings
-from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, parts, tile_rows
-from passes.sent import sent, slices
+from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, itinerary, parts, tile_rows
+from passes.sent import passed_on, sent, slices
 
 
 def emit_gather_ring(
@@ -99,6 +99,7 @@ class _Ring:
             strips = parts(schedule, size // schedule.columns, LANES)
             self.divided = tuple(dataclasses.replace(p, start=Fraction(0), share=Fraction(1)) for p in strips)
             self.bounds = (*(strip.start for strip in strips), Fraction(1))
+        self.itinerary = itinerary(schedule, self.divided, chain.collective.axis_size)
         self.cut_apart = _cut_apart(flow, chain) if schedule.cut == "apart" else {}
         self.explicit = not flow.differentiable and shims.explicit_starts(flow.avals[chain.wire])
 
@@ -108,7 +109,7 @@ class _Ring:
 
     def run(self, at_hand: list[Any]) -> Results:
         """Runs the ring on the pieces of this device's shard; dots that add up stay in float32."""
-        hops = self.rings[0].axis_size - 1
+        hops = len(self.itinerary) - 1
         results: Results = {}
         done = 0
         unroll = self.schedule.unroll
@@ -138,7 +139,7 @@ class _Ring:
     def pieces_of(self, wire: Any) -> list[Any]:
         """What of this device's shard travels on each way."""
         if self.cut_across is None:
-            dim, bounds = self.dim, (*(part.start for part in self.divided), Fraction(1))
+            dim, bounds = self.dim, (*(part.start for part in self.itinerary[0]), Fraction(1))
         else:
             dim, bounds = self.cut_across.dim, self.bounds
         return sent(self.flow, self.chain, self.rings[0], wire, dim, bounds)
@@ -151,9 +152,7 @@ class _Ring:
     def _step(self, step: Any, at_hand: list[Any], results: Results) -> tuple[list[Any], Results]:
         """Runs the dots on what is at hand while the next shards arrive."""
         with self.scope():
-            arriving = [
-                self._send(piece, part, step) for part, piece in zip(self.divided, at_hand, strict=True)
-            ]
+            arriving = self._send_all(at_hand, step)
         if self.explicit:
             tied = tie(*arriving, *at_hand)
             arriving, at_hand = list(tied[: len(arriving)]), list(tied[len(arriving) :])
@@ -163,6 +162,28 @@ class _Ring:
                 arriving = [shims.finish_ppermute(future) for future in arriving]
         tied = tie(*arriving, *results.values())
         return list(tied[: len(arriving)]), dict(zip(results, tied[len(arriving) :], strict=True))
+
+    def _parts(self, step: Any) -> tuple[Part, ...]:
+        """The parts of blocks that are at hand in a step; in rolled ones always the same."""
+        return self.itinerary[step] if isinstance(step, int) else self.divided
+
+    def _send_all(self, at_hand: list[Any], step: Any) -> list[Any]:
+        """Sends what is at hand, or parts of it, and gives what is at hand in the next step."""
+        held = self._parts(step)
+        wanted = self._parts(step + 1 if isinstance(step, int) else step)
+        arriving = []
+        for number, part in enumerate(wanted):
+            # Half way round, the first hop takes a whole both ways, and the last one half of each.
+            source = number * len(held) // len(wanted)
+            whole, piece = held[source], at_hand[source]
+            if part.share < whole.share:
+                length = piece.shape[self.dim]
+                start = int(length * (part.start - whole.start) / whole.share)
+                size = int(length * part.share / whole.share)
+                places = self.rings[part.ring]
+                piece = passed_on(self.flow, self.chain, places, piece, self.dim, start, size)
+            arriving.append(self._send(piece, part, step))
+        return arriving
 
     def _send(self, piece: Any, part: Part, step: Any) -> Any:
         if self.schedule.route == "exchange":
@@ -182,7 +203,8 @@ class _Ring:
     def _take_in(self, step: Any, at_hand: list[Any], results: Results) -> Results:
         """Runs everything that arrived shards are for, and adds it to the results."""
         pieces = [
-            Piece(self.rings[part.ring], step if part.step == 1 else -step, part) for part in self.divided
+            Piece(self.rings[part.ring], step if part.step == 1 else -step, part)
+            for part in self._parts(step)
         ]
         if self.schedule.joined and self.cut_across is None and len(pieces) > 1:
             joined = Joined(tuple(pieces))

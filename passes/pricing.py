@@ -174,6 +174,7 @@ def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis) -> WorkOf:
 
     def work(schedule: RingSchedule) -> RingWork:
         pieces = 1 if schedule.joined or schedule.across else schedule.pieces
+        share = Fraction(1, axis_size * pieces)
         strips = schedule.pieces if schedule.across else 1
         columns = schedule.columns * strips
         second = None if cut is None or columns == 1 else (cut, Fraction(1, columns))
@@ -182,13 +183,14 @@ def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis) -> WorkOf:
             shard_bytes=wire.size * sent.itemsize / axis_size,
             collective_shard_bytes=gathered_bytes / axis_size,
             matmuls=whole,
-            piece=_matmuls(flow, chain, Fraction(1, axis_size * pieces), second, rounded),
+            piece=_matmuls(flow, chain, (1 + schedule.halfway) * share, second, rounded),
             directions=schedule.directions,
             rings=schedule.rings,
             walks=schedule.walks,
             chains=schedule.chains,
             columns=schedule.columns,
             joined=schedule.joined,
+            halves=_matmuls(flow, chain, share, None, rounded) if schedule.halfway else (),
             cut=schedule.cut,
             accumulator="float32" if accumulator is None else accumulator.name,
             accumulators=strips,

@@ -50,6 +50,9 @@ class RingSchedule:
         before the hop that the dot hides.
       wire: what a scatter ring sends: partial sums in ``float32`` (at least), or in the dtype of the
         ``operand``, rounded after every addition as the collective itself would.
+      halfway: whether in place of half-shards that go all the way round, each its way, whole shards go both
+        ways, each half of the way: as many bytes per link in half as many hops, and partial dots twice as
+        large. Of what has furthest to go a half comes from each side.
       unroll: steps per iteration of a rolled ring; 0 where the ring is unrolled.
       orders: per ring the places in the order in which it visits them, or a walk, each ring with its share
         of every block; empty for one ring in the order of the places. Walks go one way, and are not rolled:
@@ -64,12 +67,15 @@ class RingSchedule:
     joined: bool = False
     cut: Cut = "dot"
     wire: Literal["float32", "operand"] = "float32"
+    halfway: bool = False
     unroll: int = 0
     orders: tuple[Order, ...] = ()
 
     def __post_init__(self) -> None:
         if self.walks and (self.directions > 1 or self.unroll or self.route != "ring"):
             raise ValueError(f"walks are unrolled rings of one direction, not {self}")
+        if self.halfway and (self.directions == 1 or self.unroll or self.across or self.joined):
+            raise ValueError(f"half way round go whole shards both ways, unrolled, not {self}")
 
     @property
     def walks(self) -> bool:
@@ -92,7 +98,14 @@ class RingSchedule:
         if self.route != "ring":
             return in_words(self.route, self.chains, across=self.across)
         words = ["unidirectional" if self.directions == 1 else "bidirectional"]
-        words += cut_in_words(self.chains, self.columns, across=self.across, joined=self.joined, cut=self.cut)
+        words += cut_in_words(
+            self.chains,
+            self.columns,
+            across=self.across,
+            joined=self.joined,
+            halfway=self.halfway,
+            cut=self.cut,
+        )
         if self.wire == "operand":
             words.append("narrow wire")
         if self.unroll:
@@ -127,6 +140,26 @@ class Part:
 
 WHOLE = Part(Fraction(0), Fraction(1), 1)
 """The part that is the whole block."""
+
+
+def itinerary(
+    schedule: RingSchedule, divided: tuple[Part, ...], axis_size: int
+) -> tuple[tuple[Part, ...], ...]:
+    """The parts of blocks that a gather has at hand in each step; a scatter makes its sums of them backwards.
+
+    Args:
+      schedule: how the shards travel.
+      divided: the parts that each block is cut into: see ``parts``.
+      axis_size: devices.
+    """
+    if not schedule.halfway:
+        return (divided,) * axis_size
+    wholes = [
+        dataclasses.replace(half, share=half.share + other.share)
+        for half, other in zip(divided[::2], divided[1::2], strict=True)
+    ]
+    both = tuple(dataclasses.replace(whole, step=step) for whole in wholes for step in (1, -1))
+    return (tuple(wholes), *[both] * ((axis_size - 1) // 2), *[divided] * (1 - axis_size % 2))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -233,6 +233,50 @@ def test_a_step_of_a_scatter_ring(
     assert priced.overlapped_s == pytest.approx(dots * _M_S + 3 * step_s)
 
 
+_HALF = dataclasses.replace(_M, m=500)
+_HALF_S = 4e-3 + 1e-6
+"""Half the rows of the piece: 4e6 bytes."""
+
+
+@pytest.mark.parametrize(("shard_bytes", "hop_s"), [(4e6, 4e-3), (12e6, 12e-3), (40e6, 40e-3)])
+def test_whole_shards_go_half_way_round_both_ways(shard_bytes: float, hop_s: float) -> None:
+    """Of 4 devices: the own shard, its two neighbours', and the fourth's in halves."""
+    priced = _by_hand(directions=2, shard_bytes=shard_bytes, halves=(_HALF,))
+    dots_s = [_M_S, 2 * _M_S, 2 * _HALF_S]
+    assert priced.partials_s == pytest.approx(sum(dots_s))
+    assert priced.hops_s == pytest.approx(hop_s + hop_s / 2)
+    assert priced.hops_s == pytest.approx(_by_hand(directions=2, shard_bytes=shard_bytes).hops_s)
+    assert priced.hop_latency_s == pytest.approx(2e-6)
+    wanted_s = max(dots_s[0], hop_s) + max(dots_s[1], hop_s / 2) + dots_s[2]
+    assert priced.overlapped_s == pytest.approx(wanted_s)
+
+
+def test_of_an_odd_number_nothing_goes_in_halves() -> None:
+    priced = estimate(_work(directions=2, halves=(_HALF,)), Axis(_PLAIN, 5))
+    assert priced.partials_s == pytest.approx(5 * _M_S)
+    assert priced.hops_s == pytest.approx(2 * 12e-3)
+    assert priced.overlapped_s == pytest.approx(12e-3 + 2 * _M_S + 2 * _M_S)
+
+
+def test_halves_are_cut_out_before_their_hop() -> None:
+    cutting = dataclasses.replace(_PLAIN, slicing=1.5)
+    work = _work(directions=2, halves=(_HALF,))
+    extra_s = estimate(work, Axis(cutting, 4)).overlapped_s - estimate(work, Axis(_PLAIN, 4)).overlapped_s
+    assert extra_s == pytest.approx(1.5 * 2 * 12e-3)
+    odd_s = [estimate(work, Axis(hardware, 5)).overlapped_s for hardware in (cutting, _PLAIN)]
+    assert odd_s[0] == odd_s[1]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"directions": 2, "joined": True}, {"directions": 2, "collective": "reduce_scatter"}],
+    ids=str,
+)
+def test_only_whole_shards_of_a_gather_go_half_way_round(form: Any) -> None:
+    with pytest.raises(ValueError, match="half way round"):
+        _work(halves=(_HALF,), **form)
+
+
 def test_a_hop_that_a_dot_waits_for_is_hidden_by_another_sum_s_dot() -> None:
     scatter: dict[str, Any] = {"collective": "reduce_scatter", "shard_bytes": 4e6, "accumulator": "bfloat16"}
     one = _by_hand(**scatter)

@@ -93,6 +93,7 @@ def form_of(schedule: RingSchedule, gathers: bool) -> Form:
         columns=schedule.columns,
         across=schedule.across,
         joined=schedule.joined,
+        halfway=schedule.halfway,
         cut=schedule.cut,
         wide_wire=not gathers and schedule.wire == "float32",
     )

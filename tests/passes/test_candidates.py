@@ -16,9 +16,9 @@ from hypothesis import given
 from jax import lax
 
 from cost_model import Axis, Topology, by_name, names
-from cost_model.plain_chain import COLUMNS, LEAST_COLUMN, MOST_PIECES
+from cost_model.plain_chain import COLUMNS, LEAST_COLUMN, LONGEST_UNROLLED, MOST_PIECES
 from passes import rules, shims
-from passes.candidates import EXCHANGE, LONGEST_UNROLLED, UNROLL, candidates
+from passes.candidates import EXCHANGE, UNROLL, candidates
 from passes.chains import AllGatherDot, Chain, DotPsum
 from passes.graph import Dataflow
 from passes.rules import DEFAULT, EXPLICIT, IMPLIED, rule

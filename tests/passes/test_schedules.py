@@ -179,6 +179,58 @@ def test_walks_are_neither_rolled_nor_turned_round(other: dict[str, Any]) -> Non
         RingSchedule(**{"directions": 1, "orders": gray_walks((0, 1, 2, 3), 2), **other})
 
 
+# Whole shards both ways, each half way round.
+
+
+@pytest.mark.parametrize("axis_size", [2, 3, 4, 5, 8])
+@pytest.mark.parametrize(
+    ("name", "form", "dtype"),
+    [
+        pytest.param(name, form, dtype, id=f"{name}-{'-'.join(form) or 'plain'}-{dtype}")
+        for name, pattern in PATTERNS.items()
+        for form, dtype in (({}, "bfloat16"), ({"chains": 2}, "int32"), ({"cut": "apart"}, "float32"))
+        if pattern.tiled and name.startswith("gather")
+    ],
+)
+def test_whole_shards_half_way_round(name: str, form: dict[str, Any], dtype: str, axis_size: int) -> None:
+    """Of nine elements halves are not equal; along two orders each has a part of every shard."""
+    pattern = PATTERNS[name]
+    given_arguments = arguments(pattern.shapes(axis_size, 9), axis_size, dtype)
+    function = jitted(pattern.body, len(given_arguments), axis_size)
+    for orders in ((), (tuple(range(axis_size))[::-1], tuple(range(axis_size)))):
+        schedule = RingSchedule(directions=2, halfway=True, orders=orders, **form)
+        with spmd.only_schedule(schedule):
+            ring = as_ring(function)
+            (site,) = ring.explain(*given_arguments).sites
+            results = ring(*given_arguments)
+            sent = hops(jax.make_jaxpr(ring)(*given_arguments))
+        assert site.rewritten and "half way" in site.schedule
+        assert sent == schedule.pieces * (axis_size // 2)
+        assert_close(results, exact(pattern, given_arguments), dtype)
+
+
+def test_a_gather_half_way_round_has_its_gradient() -> None:
+    rng = np.random.default_rng(4)
+    x, w = rng.normal(size=(4, 6, 5)).astype(np.float32), rng.normal(size=(4, 5, 3)).astype(np.float32)
+    body = jitted(lambda x, w: jnp.sin(PATTERNS["gather_free"].body(x, w)), 2, 4)
+    with spmd.only_schedule(RingSchedule(directions=2, halfway=True)):
+        gradients = jax.grad(lambda *a: as_ring(body)(*a).sum(), (0, 1))(x, w)
+    whole = x.reshape(24, 5).astype(np.float64)
+    outer = [np.cos(whole @ each) for each in w.astype(np.float64)]
+    wanted = sum(back @ each.T for back, each in zip(outer, w.astype(np.float64), strict=True))
+    np.testing.assert_allclose(gradients[0], wanted.reshape(x.shape), atol=1e-4)
+    for gradient, back in zip(gradients[1], outer, strict=True):
+        np.testing.assert_allclose(gradient, whole.T @ back, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "other", [{"directions": 1}, {"unroll": 2}, {"across": True}, {"joined": True}], ids=str
+)
+def test_half_way_round_go_whole_shards_both_ways(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="half way round"):
+        RingSchedule(**{"directions": 2, "halfway": True, **other})
+
+
 # Pieces.
 
 
