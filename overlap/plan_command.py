@@ -118,7 +118,7 @@ def considered(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
         if form.route != "ring":
             return True
         if form.halfway:
-            return not rule.joined
+            return rule.takes_halfway(len(chain.dots))
         if chain.gathers:
             free = form.across or rule.joined is None
             return free or form.joined == (rule.joined and form.pieces > 1)

@@ -69,7 +69,7 @@ def candidates(
     for base, cut in itertools.product(bases, ways_to_cut):
         base = dataclasses.replace(base, cut=cut)
         found.extend(_all(flow, chain, base) if thorough else _by_rule(flow, chain, base, known))
-        if _halfway(flow, chain, base, axis, known):
+        if _halfway(flow, chain, base, axis, None if thorough else known):
             found.append(dataclasses.replace(base, halfway=True))
     most = MOST_PIECES if axis.hardware.opposite_hops_overlap else 1
     fitting = [
@@ -190,12 +190,14 @@ def _makes_chunks(flow: Dataflow, chain: DotPsum, schedule: RingSchedule, unit: 
     return not size % schedule.columns and size // schedule.columns >= LEAST_COLUMN
 
 
-def _halfway(flow: Dataflow, chain: Chain, base: RingSchedule, axis: Axis, known: Rule) -> bool:
+def _halfway(flow: Dataflow, chain: Chain, base: RingSchedule, axis: Axis, known: Rule | None) -> bool:
     """Whether whole shards may go half way round.
 
     Of dots that add up the pieces would be no larger, and what is rounded to travel is slow to cut again.
     """
-    if not isinstance(chain, AllGatherDot) or _adds_up(chain) or known.joined:
+    if not isinstance(chain, AllGatherDot) or _adds_up(chain):
+        return False
+    if known is not None and not known.takes_halfway(len(chain.dots)):
         return False
     if wire_dtype(flow, chain) != flow.avals[chain.wire].dtype:
         return False

@@ -20,6 +20,7 @@ needs_libtpu = pytest.mark.skipif(tpu_target.missing() is not None, reason=str(t
 FORMS: dict[str, dict[str, Any]] = {
     "gather": {"directions": 2},
     "gather one way, joined": {"directions": 1, "chains": 2, "joined": True},
+    "gather half way": {"directions": 2, "halfway": True},
     "gather rolled": {"directions": 2, "unroll": 2},
     "gather along two orders": {
         "directions": 2,
@@ -138,7 +139,8 @@ def test_the_compiler_takes_a_ring_and_keeps_its_hops(name: str) -> None:
     rings = form.get("walks") or max(1, len(form.get("orders", ())))
     pieces = form["directions"] * form.get("chains", 1) * rings
     assert module.is_scheduled
-    assert permutes(module) == pieces * form.get("columns", 1) * (AXIS_SIZE - 1)
+    hops = AXIS_SIZE // 2 if form.get("halfway") else AXIS_SIZE - 1
+    assert permutes(module) == pieces * form.get("columns", 1) * hops
 
 
 @needs_libtpu
