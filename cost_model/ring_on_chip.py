@@ -37,7 +37,8 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
 
     Held are the operands that all pieces share, as many as fit together, and then what a dot cuts its blocks
     out of, if it fits well beside them; before all of them that, where it is the largest that fits. What was
-    cut out before the dot is there, if it fits, and so is what travels if it is little.
+    cut out before the dot is there, if it fits, and so is what travels if it is little, or read by several
+    dots. What travels reaches the first of them by way of main memory where nothing arrives on chip.
     """
     shared = [_shared_side(work, axis_size, piece, whole, hardware) for piece, whole in work.pairs]
     first_bytes = held_bytes = _cut_first_bytes(work, axis_size, shared, hardware)
@@ -51,6 +52,9 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     found: list[Near] = []
     for (piece, whole), side in zip(work.pairs, shared, strict=True):
         near = {operand: side == operand or side_bytes(piece, operand) <= little_bytes for operand in SIDES}
+        if work.collective == "all_gather" and len(work.matmuls) > 1 and hardware.network == "torus":
+            sent = sent_side(work, axis_size, piece, whole)
+            near[sent] = near[sent] or side_bytes(piece, sent) <= room_bytes
         if work.collective == "all_gather" and not found and not hardware.receives_on_chip:
             near[sent_side(work, axis_size, piece, whole)] = False
         cut = _read_by_blocks(work, axis_size, piece, whole)

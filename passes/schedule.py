@@ -145,7 +145,7 @@ WHOLE = Part(Fraction(0), Fraction(1), 1)
 def itinerary(
     schedule: RingSchedule, divided: tuple[Part, ...], axis_size: int
 ) -> tuple[tuple[Part, ...], ...]:
-    """The parts of blocks that a gather has at hand in each step; a scatter makes its sums of them backwards.
+    """The parts of blocks that a gather has at hand in each of its steps, of unrolled rings.
 
     Args:
       schedule: how the shards travel.

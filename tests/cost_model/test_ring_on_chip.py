@@ -73,6 +73,28 @@ def test_a_gather_s_dots_find_the_other_operand_there_if_it_fits() -> None:
     assert placed(gather(), ROOM, on_chip_bytes=X_BYTES - 1) == ((False, False), 0)
 
 
+def test_what_several_dots_read_arrives_there_if_it_fits_beside_what_is_held() -> None:
+    """x[4000, 1000] gathered on rows, times two of w[1000, 500]: shards of 2e6 bytes, 1e6 of each w."""
+    whole = Matmul(m=4000, k=1000, n=500)
+    piece = dataclasses.replace(whole, m=1000)
+
+    def near(dots: int, **changes: Any) -> tuple[tuple[bool, bool], ...]:
+        work = RingWork(
+            collective="all_gather",
+            shard_bytes=2e6,
+            collective_shard_bytes=2e6,
+            matmuls=(whole,) * dots,
+            piece=(piece,) * dots,
+        )
+        return on_chip(work, 4, dataclasses.replace(ROOM, **changes)).near
+
+    assert near(1) == ((False, True),)
+    assert near(2) == ((True, True), (True, True))
+    assert near(2, receives_on_chip=False) == ((False, True), (True, True))
+    # Beside the 2e6 bytes of both w, a half of the room is too little.
+    assert near(2, on_chip_bytes=5.9e6) == ((False, True), (False, True))
+
+
 def test_where_dots_read_no_blocks_of_what_is_on_chip_only_what_is_shared_is_held() -> None:
     ((x_near, w_near), _) = placed(scatter(), ROOM, on_chip_bytes=100e6, cuts_on_chip=False)
     assert (x_near, w_near) == (False, True)
