@@ -302,11 +302,10 @@ def _candidate(chain: PlainChain, form: Form, axis: Axis) -> Candidate:
     # A psum's gather comes after its ring, or beside it in columns, and is no part of the steps.
     gather = gather_after(chain.moved_bytes, axis) if chain.pattern == "dot_psum" else None
     gather_s = 0.0 if gather is None else gather.overlapped_s
-    step_dots_s = (priced.partials_s - (0.0 if gather is None else gather.partials_s)) / steps
-    alone_s = step_dots_s * columns
-    if form.halfway:
-        # Two shards come last, or one in halves.
-        alone_s = priced.partials_s * (1 + axis.size % 2) / axis.size
+    dots_s = priced.partials_s - (0.0 if gather is None else gather.partials_s)
+    step_dots_s = dots_s / steps
+    # Half way round an odd number of devices two shards come last.
+    alone_s = dots_s * (2 if form.halfway and axis.size % 2 else 1) / axis.size
     if work is not None and gather is not None and columns > 1:
         # Beside the first products of all chunks but one runs the gather of the chunk before.
         alone_s, gather_s = step_dots_s, last_gather_s(work, chain.moved_bytes, axis, across=form.across)

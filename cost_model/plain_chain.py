@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Final, Literal, get_args
+from typing import Final, Literal, Protocol, get_args
 
 from cost_model.axis import Axis, Directions
 from cost_model.dtypes import dtype_bytes, parse_dtype
@@ -163,17 +163,32 @@ class PlainChain:
         return math.gcd(*(getattr(dot.matmul, dot.cut) // axis_size for dot in self.dots))
 
 
-def cut_in_words(
-    chains: int, columns: int, *, across: bool, joined: bool, halfway: bool, cut: Cut
-) -> list[str]:
+class Pieces(Protocol):
+    """Into what a ring's blocks are cut, as a `Form` or a ring schedule has it; see `RingWork`."""
+
+    @property
+    def chains(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def across(self) -> bool: ...
+    @property
+    def joined(self) -> bool: ...
+    @property
+    def halfway(self) -> bool: ...
+    @property
+    def cut(self) -> Cut: ...
+
+
+def cut_in_words(pieces: Pieces) -> list[str]:
     """How a ring's blocks are cut, as forms and schedules say it; nothing where they are not."""
     said = {
-        f"{chains} chains": chains > 1,
-        f"{columns} columns": columns > 1,
-        "cut across": across,
-        "joined": joined,
-        "half way": halfway,
-        f"cut {cut}": cut != "dot",
+        f"{pieces.chains} chains": pieces.chains > 1,
+        f"{pieces.columns} columns": pieces.columns > 1,
+        "cut across": pieces.across,
+        "joined": pieces.joined,
+        "half way": pieces.halfway,
+        f"cut {pieces.cut}": pieces.cut != "dot",
     }
     return [words for words, so in said.items() if so]
 
@@ -209,14 +224,7 @@ class Form:
         words = ["unidirectional" if self.directions == 1 else "bidirectional"]
         if self.rings > 1:
             words.append(f"{self.rings} {'walks' if self.walks else 'rings'}")
-        words += cut_in_words(
-            self.chains,
-            self.columns,
-            across=self.across,
-            joined=self.joined,
-            halfway=self.halfway,
-            cut=self.cut,
-        )
+        words += cut_in_words(self)
         if self.wide_wire:
             words.append("float32 wire")
         return ", ".join(words)
@@ -361,12 +369,12 @@ def best(chain: PlainChain, axis: Axis, among: tuple[Form, ...] | None = None) -
     return max(priced, key=lambda pair: pair[1].rank)
 
 
-def goes_halfway(directions: Directions, axis: Axis) -> bool:
+def goes_halfway(directions: Directions, axis_size: int, hardware: Hardware) -> bool:
     """Whether whole shards may go half way round in place of half-shards: on TPUs, where rings are unrolled.
 
     Of two devices half-shards go one hop either way.
     """
-    return directions == 2 and 2 < axis.size <= LONGEST_UNROLLED and axis.hardware.network == "torus"
+    return directions == 2 and 2 < axis_size <= LONGEST_UNROLLED and hardware.network == "torus"
 
 
 def cuts(axis: Axis, *, gathers: bool, sums: bool) -> tuple[Cut, ...]:
@@ -396,10 +404,10 @@ def _all(chain: PlainChain, axis: Axis) -> Iterator[Form]:
         if chain.gathers:
             for columns, joined in itertools.product(COLUMNS, (False, True)):
                 yield dataclasses.replace(base, columns=columns, joined=joined)
-                if halfway and columns == 1 and not joined and goes_halfway(base.directions, axis):
-                    yield dataclasses.replace(base, halfway=True)
                 if not joined:
                     yield dataclasses.replace(base, columns=columns, across=True)
+            if halfway and goes_halfway(base.directions, axis.size, axis.hardware):
+                yield dataclasses.replace(base, halfway=True)
         else:
             for chains, across in itertools.product((1, 2), (False, True)):
                 yield dataclasses.replace(base, chains=chains, across=across)

@@ -113,10 +113,7 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
     partial_s = work.dots * _pieces_s(work, placed, hardware, adds=True) + copy_s
     add_s = work.apart_bytes / hardware.hbm_bytes_per_s
 
-    shard_bytes = work.shard_bytes
-    if not hardware.overlaps:
-        shard_bytes = max(shard_bytes, work.collective_shard_bytes)
-    piece_bytes = shard_bytes / (work.chains * work.columns)
+    piece_bytes = _piece_bytes(work, hardware)
     hop_s = axis.step_s(piece_bytes, work.directions, work.rings, walks=work.walks)
     wire_s = work.chains * hop_s
 
@@ -162,10 +159,7 @@ def _halfway_estimate(work: RingWork, axis: Axis, *, fetched: bool) -> Estimate:
     dots_s += pairs * [work.pieces * _pieces_s(work, placed, hardware, adds=True) + 2 * copy_s]
     dots_s += halves * [work.pieces * _pieces_s(halved, placed, hardware, adds=True) + copy_s]
 
-    shard_bytes = work.shard_bytes
-    if not hardware.overlaps:
-        shard_bytes = max(shard_bytes, work.collective_shard_bytes)
-    piece_bytes = shard_bytes / (work.chains * work.columns)
+    piece_bytes = _piece_bytes(work, hardware)
     pair_s, half_s, latency_s = (
         work.chains * axis.step_s(times * piece_bytes, work.directions, work.rings) for times in (2, 1, 0)
     )
@@ -185,6 +179,14 @@ def _halfway_estimate(work: RingWork, axis: Axis, *, fetched: bool) -> Estimate:
         overlapped_s=waited_s + work.columns * ring_s,
         added_bytes=_buffers_bytes(work, axis.size) - axis.size * work.collective_shard_bytes,
     )
+
+
+def _piece_bytes(work: RingWork, hardware: Hardware) -> float:
+    """Bytes of a shard's pieces that travel at once; no fewer than the original's where nothing overlaps."""
+    shard_bytes = work.shard_bytes
+    if not hardware.overlaps:
+        shard_bytes = max(shard_bytes, work.collective_shard_bytes)
+    return shard_bytes / (work.chains * work.columns)
 
 
 def _waited_s(work: RingWork, placed: OnChip, hardware: Hardware, *, fetched: bool, spare_s: float) -> float:

@@ -50,13 +50,16 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     little_bytes = beside_bytes(held_bytes, hardware)
     room_bytes = (hardware.on_chip_bytes - held_bytes) / 2
     found: list[Near] = []
+    several = len(work.matmuls) > 1 and hardware.network == "torus"
     for (piece, whole), side in zip(work.pairs, shared, strict=True):
-        near = {operand: side == operand or side_bytes(piece, operand) <= little_bytes for operand in SIDES}
-        if work.collective == "all_gather" and len(work.matmuls) > 1 and hardware.network == "torus":
-            sent = sent_side(work, axis_size, piece, whole)
-            near[sent] = near[sent] or side_bytes(piece, sent) <= room_bytes
-        if work.collective == "all_gather" and not found and not hardware.receives_on_chip:
-            near[sent_side(work, axis_size, piece, whole)] = False
+        sent = sent_side(work, axis_size, piece, whole) if work.collective == "all_gather" else None
+        near = {
+            operand: side == operand
+            or side_bytes(piece, operand) <= (room_bytes if several and operand == sent else little_bytes)
+            for operand in SIDES
+        }
+        if sent is not None and not found and not hardware.receives_on_chip:
+            near[sent] = False
         cut = _read_by_blocks(work, axis_size, piece, whole)
         if cut is not None and hardware.network == "torus":
             apart = work.cut != "dot" and piece.batch == whole.batch

@@ -66,10 +66,11 @@ def candidates(
     if axis.walks and not unroll:
         bases.append(RingSchedule(directions=1, wire=wire, orders=axis.walks))
     ways_to_cut = cuts(axis, gathers=isinstance(chain, AllGatherDot), sums=_adds_up(chain))
+    halfway = _halfway(flow, chain, None if thorough else known)
     for base, cut in itertools.product(bases, ways_to_cut):
         base = dataclasses.replace(base, cut=cut)
         found.extend(_all(flow, chain, base) if thorough else _by_rule(flow, chain, base, known))
-        if _halfway(flow, chain, base, axis, None if thorough else known):
+        if halfway and goes_halfway(base.directions, chain.collective.axis_size, axis.hardware):
             found.append(dataclasses.replace(base, halfway=True))
     most = MOST_PIECES if axis.hardware.opposite_hops_overlap else 1
     fitting = [
@@ -190,8 +191,8 @@ def _makes_chunks(flow: Dataflow, chain: DotPsum, schedule: RingSchedule, unit: 
     return not size % schedule.columns and size // schedule.columns >= LEAST_COLUMN
 
 
-def _halfway(flow: Dataflow, chain: Chain, base: RingSchedule, axis: Axis, known: Rule | None) -> bool:
-    """Whether whole shards may go half way round.
+def _halfway(flow: Dataflow, chain: Chain, known: Rule | None) -> bool:
+    """Whether whole shards of the chain may go half way round.
 
     Of dots that add up the pieces would be no larger, and what is rounded to travel is slow to cut again.
     """
@@ -199,9 +200,7 @@ def _halfway(flow: Dataflow, chain: Chain, base: RingSchedule, axis: Axis, known
         return False
     if known is not None and not known.takes_halfway(len(chain.dots)):
         return False
-    if wire_dtype(flow, chain) != flow.avals[chain.wire].dtype:
-        return False
-    return not base.unroll and goes_halfway(base.directions, axis)
+    return wire_dtype(flow, chain) == flow.avals[chain.wire].dtype
 
 
 def _in_flight(chain: Chain, schedule: RingSchedule) -> int:

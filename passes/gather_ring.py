@@ -91,15 +91,15 @@ class _Ring:
         self.dim = chain.blocked[chain.wire]
         self.cut_across = across(flow, chain) if schedule.across else None
         if self.cut_across is None:
-            self.divided = parts(schedule, divisions(flow, chain), tile_rows(flow, chain))
+            divided = parts(schedule, divisions(flow, chain), tile_rows(flow, chain))
             self.bounds: tuple[Fraction, ...] = ()
         else:
             # Every piece has whole blocks of the gathered dim, and its part of the other one.
             size = flow.avals[chain.wire].shape[self.cut_across.dim]
             strips = parts(schedule, size // schedule.columns, LANES)
-            self.divided = tuple(dataclasses.replace(p, start=Fraction(0), share=Fraction(1)) for p in strips)
+            divided = tuple(dataclasses.replace(p, start=Fraction(0), share=Fraction(1)) for p in strips)
             self.bounds = (*(strip.start for strip in strips), Fraction(1))
-        self.itinerary = itinerary(schedule, self.divided, chain.collective.axis_size)
+        self.itinerary = itinerary(schedule, divided, chain.collective.axis_size)
         self.cut_apart = _cut_apart(flow, chain) if schedule.cut == "apart" else {}
         self.explicit = not flow.differentiable and shims.explicit_starts(flow.avals[chain.wire])
 
@@ -165,7 +165,7 @@ class _Ring:
 
     def _parts(self, step: Any) -> tuple[Part, ...]:
         """The parts of blocks that are at hand in a step; in rolled ones always the same."""
-        return self.itinerary[step] if isinstance(step, int) else self.divided
+        return self.itinerary[step if isinstance(step, int) else 0]
 
     def _send_all(self, at_hand: list[Any], step: Any) -> list[Any]:
         """Sends what is at hand, or parts of it, and gives what is at hand in the next step."""

@@ -98,14 +98,7 @@ class RingSchedule:
         if self.route != "ring":
             return in_words(self.route, self.chains, across=self.across)
         words = ["unidirectional" if self.directions == 1 else "bidirectional"]
-        words += cut_in_words(
-            self.chains,
-            self.columns,
-            across=self.across,
-            joined=self.joined,
-            halfway=self.halfway,
-            cut=self.cut,
-        )
+        words += cut_in_words(self)
         if self.wire == "operand":
             words.append("narrow wire")
         if self.unroll:
