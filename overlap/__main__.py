@@ -27,6 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "run" not in arguments:
         parser.print_help()
         return 0
+    # A pipe in an encoding without arrows gets question marks, not a traceback.
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     try:
         return int(arguments.run(arguments))
     except KeyboardInterrupt:

@@ -73,9 +73,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"overlap ab: {error}", file=sys.stderr)
         return 2
     if report.is_main:
-        # A pipe in an encoding without "×" gets question marks, not a traceback.
-        if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(errors="replace")
         if sys.stdout.isatty():
             Console(highlight=False).print(report)
         else:

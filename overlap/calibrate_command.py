@@ -51,9 +51,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Does what the command line says; the exit status is 0, or 2 with a sentence on stderr."""
     import jax
 
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
     try:
         mesh_shape = _mesh(arguments.mesh)
         _join(arguments)

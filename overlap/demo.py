@@ -119,9 +119,6 @@ def run(*, seed: int = 0, tpu: bool = True, report: Path = Path(REPORT)) -> int:
             file=sys.stderr,
         )
         return 2
-    # A pipe in an encoding without arrows gets question marks, not a traceback.
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     equal, on_cpu = _train(console, decoder, seed)
     _explain(console, decoder)

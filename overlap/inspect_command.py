@@ -63,10 +63,6 @@ def add_commands(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Does what the command line says; the exit status is 0, or 2 with a sentence on stderr."""
-    # A pipe in an encoding without arrows gets question marks, not a traceback.
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
     try:
         hardware, chips = _options(arguments)
         files = [inspect_dumps.find(path) for path in arguments.paths]

@@ -69,9 +69,6 @@ def add_commands(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Does what the command line says; the exit status is 0, or 2 with a sentence on stderr."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
     try:
         axis = _axis(arguments)
         m, k, n = _shape(arguments.shape)
