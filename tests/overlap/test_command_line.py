@@ -1,0 +1,36 @@
+"""``python -m overlap`` and what it prints to: a pipe that nobody reads, an encoding that lacks a sign."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PLAN = ["plan", "--pattern", "all_gather_dot", "--shape", "8192,8192,2048"]
+ON_V5P = ["--hardware", "tpu_v5p", "--axis-size", "16"]
+
+
+def run(stdout: Any, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment}
+    command = [sys.executable, "-m", "overlap", *PLAN, *ON_V5P]
+    return subprocess.run(command, env=variables, stdout=stdout, stderr=subprocess.PIPE, check=False)
+
+
+def test_a_closed_pipe_ends_it_quietly() -> None:
+    """As ``| head`` closes it."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    try:
+        done = run(writes)
+    finally:
+        os.close(writes)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_an_encoding_without_a_sign_gets_a_question_mark() -> None:
+    done = run(subprocess.PIPE, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"?s" in done.stdout  # µs
