@@ -107,7 +107,7 @@ def summary() -> dict[str, tuple[str, str]]:
         },
         "ring_model": (f"median error {rings['errors']['rings, all']['median']:.1%}", "modelled"),
         "decisions": (
-            f"{judged['share']:.0%} right, mean regret {judged['mean_regret']:.1%}, "
+            f"{judged['share']:.1%} right, mean regret {judged['mean_regret']:.1%}, "
             f"{len(judged['losses'])} losses",
             "modelled",
         ),
