@@ -95,6 +95,8 @@ _CHIPS = (
         least_gain=0.05,
         least_gain_beside=0.08,
     ),
+    # Its compiler runs all_gathers within the dots beside them, and no other collective (libtpu 0.0.42 and
+    # 0.0.50, by default: "async collective fusion").
     Hardware(
         name="tpu_v5e",
         device_kinds=("TPU v5 lite", "TPU v5e"),
@@ -118,6 +120,8 @@ _CHIPS = (
         dcn_latency_s=1e-5,
         least_gain=0.03,
         least_gain_beside=0.08,
+        offloaded=("all_gather",),
+        places_strips=True,
     ),
     Hardware(
         name="tpu_v5p",

@@ -1,8 +1,8 @@
-"""Collectives that another core of the chip runs beside the dots: pieces of them, in turn, and their price.
+"""Collectives that run beside the dots by themselves: pieces of them, in turn, and their price.
 
-Of TPU7x the SparseCores run all_gathers, all_reduces and reduce_scatters (`Hardware.offloaded`): the compiler
-starts and awaits them apart. One that comes before all dots, or after them, still has nothing to hide behind;
-in pieces each has the dots of another.
+Of TPU7x the SparseCores run all_gathers, all_reduces and reduce_scatters (`Hardware.offloaded`); on v5e the
+compiler makes all_gathers a part of the dots beside them. One that comes before all dots, or after them,
+still has nothing to hide behind; in pieces each has the dots of another.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ CUTTING: Final = 1.3
 
 
 def is_offloaded(collective: Offloaded, axis: Axis) -> bool:
-    """Whether another core runs this collective, of these devices: not what goes between slices."""
-    return collective in axis.hardware.offloaded and axis.within_domain
+    """Whether this collective of these devices runs beside dots: not between slices, or where none does."""
+    return collective in axis.hardware.offloaded and axis.hardware.overlaps and axis.within_domain
 
 
 def counts(size: int, grain: int, *, few: bool = False) -> Iterator[int]:
@@ -69,8 +69,9 @@ def offloaded_estimate(
 ) -> Estimate:
     """Prices pieces that go one after the other.
 
-    Strips of what is gathered are cut out before, and the results of their dots put together after; pieces of
-    rows are placed one by one. Of a sum each strip is cut out, and each piece placed, by a copy of its own.
+    Strips of what is gathered are cut out before, and the results of their dots put together after, where the
+    compiler does not make them in their place; pieces of rows are placed one by one. Of a sum each strip is
+    cut out, and each piece placed, by a copy of its own.
 
     Args:
       collective: by which pieces go.
@@ -103,8 +104,12 @@ def offloaded_estimate(
         place_s = copied_s(results_bytes / pieces, PLACING) + hardware.copy_overhead_s
         cut_s = hardware.copy_overhead_s if across else 0.0
     elif across:
-        before_s, after_s = copied_s(moved_bytes / axis.size, CUTTING), copied_s(results_bytes, 1.0)
-        added_bytes += moved_bytes / axis.size + results_bytes
+        before_s = copied_s(moved_bytes / axis.size, CUTTING)
+        added_bytes += moved_bytes / axis.size
+        plain = all(m.batch == 1 and not m.lhs_dtype and not m.rhs_dtype for m in matmuls)
+        if not (plain and hardware.places_strips):
+            after_s = copied_s(results_bytes, 1.0)
+            added_bytes += results_bytes
     else:
         place_s = copied_s(results_bytes / pieces, PLACING)
         added_bytes += results_bytes / pieces

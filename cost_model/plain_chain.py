@@ -418,7 +418,7 @@ def _all(chain: PlainChain, axis: Axis) -> Iterator[Form]:
 
 
 def _offloaded(chain: PlainChain, axis: Axis, unit: int) -> Iterator[Form]:
-    """The ways by collectives in turn that another core of the chip runs."""
+    """The ways by collectives in turn that run beside dots by themselves."""
     size = 0 if chain.free is None else getattr(chain.dots[0].matmul, chain.free)
     if chain.pattern == "dot_psum" and is_offloaded("all_reduce", axis):
         for pieces in counts(unit * axis.size, LEAST_ROWS):

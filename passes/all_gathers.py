@@ -1,7 +1,7 @@
 """Emits a chain whose pieces go by all_gathers, one after the other, each beside the dots of the one before.
 
-For devices that run all_gathers beside dots by themselves, as TPUs do whose SparseCores have taken them over
-(`Hardware.offloaded`): nothing needs a ring there, and no dot is cut into as many parts as there are devices.
+For devices that run all_gathers beside dots by themselves (`Hardware.offloaded`): nothing needs a ring there,
+and no dot is cut into as many parts as there are devices.
 """
 
 from __future__ import annotations

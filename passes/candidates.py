@@ -112,7 +112,7 @@ def _by_all_reduces(flow: Dataflow, chain: Chain, axis: Axis, unit: int) -> list
 def _offloaded(
     flow: Dataflow, chain: Chain, axis: Axis, unit: int, *, thorough: bool
 ) -> Iterator[RingSchedule]:
-    """The ways by collectives in turn that another core of the chip runs: see `cost_model.offloaded`."""
+    """The ways by collectives in turn that run beside dots by themselves: see `cost_model.offloaded`."""
     if isinstance(chain, DotPsum):
         if not is_offloaded("all_reduce", axis) or chain.gather is not None:
             return

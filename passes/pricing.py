@@ -127,7 +127,7 @@ def _in_turn(flow: Dataflow, chain: Chain, schedule: RingSchedule, axis: Axis) -
 def _offloaded(
     flow: Dataflow, chain: Chain, schedule: RingSchedule, axis: Axis, as_written: Estimate
 ) -> Estimate:
-    """The price of pieces that another core of the chip gathers or adds up."""
+    """The price of pieces by collectives that run beside dots by themselves."""
     op, part = flow.ops[chain.collective.op], Fraction(1, schedule.chains)
     inner: AllGatherDot | DotReduceScatter = chain.scatter if isinstance(chain, DotPsum) else chain
     moved, rounded = flow.aval(op.inputs[0]), _NONE

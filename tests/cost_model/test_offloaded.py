@@ -75,7 +75,31 @@ def test_between_the_limit_and_one_after_the_other(pattern: str, options: dict[s
         assert priced.added_bytes < (2 * 16384 * 16384 if pattern == "all_gather_dot" else 0)
 
 
-def test_no_other_chip_has_such_forms() -> None:
+def test_strips_that_are_made_in_their_place_cost_no_copy_and_no_memory() -> None:
+    """On v5e: the result is neither read and written again, nor held twice."""
+    chain = chain_of("all_gather_dot", 16384, 8192, 16384, cut="k", operand="rhs")
+    (form,) = (form for form in forms(chain, AXIS) if form.route != "ring" and form.chains == 8)
+    copied = price(chain, form, AXIS)
+    places = Axis(dataclasses.replace(TPU7X, places_strips=True), 8)
+    placed = price(chain, form, places)
+    result_bytes = 2 * 16384 * 16384
+    assert copied.added_bytes - placed.added_bytes == pytest.approx(result_bytes)
+    copy_s = 2 * result_bytes / TPU7X.hbm_bytes_per_s
+    assert copied.overlapped_s - placed.overlapped_s == pytest.approx(copy_s)
+    rounded = chain_of("all_gather_dot", 16384, 8192, 16384, cut="k", operand="rhs", dtype="float32")
+    assert price(rounded, form, places) == price(rounded, form, AXIS)
+
+
+def test_nothing_goes_in_turn_where_nothing_runs_beside_dots() -> None:
+    """As on a full pod of v5e."""
+    chain = chain_of("all_gather_dot", 16384, 8192, 16384, cut="k", operand="rhs")
+    for hardware in (TPU7X, by_name("tpu_v5e")):
+        assert any(form.route == "all_gather" for form in forms(chain, Axis(hardware, 8)))
+        waiting = Axis(dataclasses.replace(hardware, overlaps=False), 8)
+        assert all(form.route == "ring" for form in forms(chain, waiting))
+
+
+def test_other_collectives_have_no_such_forms() -> None:
     chain = chain_of("dot_psum", 16384, 8192, 16384)
     elsewhere = Axis(dataclasses.replace(TPU7X, offloaded=("all_gather",)), 8)
     assert all(form.route == "ring" for form in forms(chain, elsewhere))
