@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from cost_model.axis import Axis
-from cost_model.hardware import Offloaded
+from cost_model.hardware import Hardware, Offloaded
 from cost_model.in_turn import in_turn_estimate
 from cost_model.matmul import Matmul
 from cost_model.on_chip import wholes_s
@@ -42,6 +42,15 @@ CUTTING: Final = 1.3
 def is_offloaded(collective: Offloaded, axis: Axis) -> bool:
     """Whether this collective of these devices runs beside dots: not between slices, or where none does."""
     return collective in axis.hardware.offloaded and axis.hardware.overlaps and axis.within_domain
+
+
+def takes_rows_in_turn(dots: int, hardware: Hardware) -> bool:
+    """Whether pieces of rows of a gather with so many dots surely have the dots before them to hide behind.
+
+    Where the dots themselves run the all_gathers, those that place rows run few of them (v5e: alone 3 to 33 %
+    slower than priced, and slower than rings).
+    """
+    return dots <= MOST_DOTS and not hardware.places_strips
 
 
 def counts(size: int, grain: int, *, few: bool = False) -> Iterator[int]:
