@@ -155,15 +155,16 @@ class TestTheSameAsThePass:
         for form, priced in on_pass.items():
             assert price(plain, form, axis) == priced
 
-    def test_the_forms_considered_are_those_of_the_chip_s_rule(self) -> None:
-        body, x, w, options = PROGRAMS["scatter rows"]
+    @pytest.mark.parametrize("program", ["scatter rows", "gather rows", "gather the contracting dim"])
+    def test_the_forms_considered_are_those_of_the_chip_s_rule(self, program: str) -> None:
+        body, x, w, options = PROGRAMS[program]
         shards = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (x, w)]
-        for hardware in ("tpu_v5e", "tpu_v5p", "h100"):
+        for hardware in ("tpu_v5e", "tpu_v5p", "tpu_7x", "h100"):
             axis = Axis(by_name(hardware), P)
             flow, (match,) = bodies.matched(body, *shards, axis_size=P)
             assert isinstance(match.found, tuple)
-            of_pass = {form_of(s, False) for s in candidates(flow, match.found[0], axis)}
             plain = of_shape(options, "bfloat16")
+            of_pass = {form_of(s, plain.gathers) for s in candidates(flow, match.found[0], axis)}
             assert {dataclasses.replace(f, wide_wire=True) for f in considered(plain, axis)} == {
                 dataclasses.replace(f, wide_wire=True) for f in of_pass
             }
