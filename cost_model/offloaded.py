@@ -44,13 +44,13 @@ def is_offloaded(collective: Offloaded, axis: Axis) -> bool:
     return collective in axis.hardware.offloaded and axis.hardware.overlaps and axis.within_domain
 
 
-def takes_rows_in_turn(dots: int, hardware: Hardware) -> bool:
-    """Whether pieces of rows of a gather with so many dots surely have the dots before them to hide behind.
+def hides_rows(hardware: Hardware) -> bool:
+    """Whether pieces of rows that are gathered have the dots before them to hide behind.
 
-    Where the dots themselves run the all_gathers, those that place rows run few of them (v5e: alone 3 to 33 %
-    slower than priced, and slower than rings).
+    Where the dots themselves run the all_gathers, those that place rows run few of them (v5e: 3 to 33 % slower
+    than priced, and slower than rings).
     """
-    return dots <= MOST_DOTS and not hardware.places_strips
+    return not hardware.places_strips
 
 
 def counts(size: int, grain: int, *, few: bool = False) -> Iterator[int]:

@@ -15,7 +15,7 @@ from cost_model.dtypes import dtype_bytes, parse_dtype
 from cost_model.exchange import exchange_estimate
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
-from cost_model.offloaded import LEAST_ROWS, counts, in_words, is_offloaded, offloaded_estimate
+from cost_model.offloaded import LEAST_ROWS, counts, hides_rows, in_words, is_offloaded, offloaded_estimate
 from cost_model.pipeline import gather_after, pipeline_estimate
 from cost_model.ring import Estimate, estimate
 from cost_model.ring_copies import between_tiles_bytes
@@ -432,7 +432,7 @@ def _offloaded(chain: PlainChain, axis: Axis, unit: int) -> Iterator[Form]:
         if size:
             for pieces in counts(size, LANES):
                 yield Form(route="all_gather", chains=pieces, across=True)
-        elif all(dot.cut != "k" for dot in chain.dots):
+        elif all(dot.cut != "k" for dot in chain.dots) and hides_rows(axis.hardware):
             rows = tile_rows(min(dtype_bytes(dot.matmul.dtype) for dot in chain.dots))
             for pieces in counts(unit, rows, few=True):
                 yield Form(route="all_gather", chains=pieces)

@@ -14,7 +14,6 @@ from cost_model import Axis, Hardware, Topology
 from cost_model.break_even import BreakEven, break_evens
 from cost_model.calibration import hardware_of
 from cost_model.explanation import explain
-from cost_model.offloaded import takes_rows_in_turn
 from cost_model.plain_chain import PATTERNS, Form, PlainChain, chain_of, forms
 from overlap import tpu_slice
 from passes import rules, shims
@@ -114,8 +113,7 @@ def considered(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
 
     def follows(form: Form) -> bool:
         if form.route != "ring":
-            rows = form.route == "all_gather" and not form.across
-            return not rows or takes_rows_in_turn(len(chain.dots), axis.hardware)
+            return True
         if form.halfway:
             return rule.takes_halfway(len(chain.dots))
         if chain.gathers:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 from cost_model import Axis
-from cost_model.offloaded import LEAST_ROWS, counts, is_offloaded, takes_rows_in_turn
+from cost_model.offloaded import LEAST_ROWS, MOST_DOTS, counts, hides_rows, is_offloaded
 from cost_model.plain_chain import (
     COLUMNS,
     LEAST_COLUMN,
@@ -128,7 +128,7 @@ def _offloaded(
         if (cut := across(flow, chain)) is not None:
             for pieces in counts(flow.avals[chain.wire].shape[cut.dim], LANES):
                 yield dataclasses.replace(base, chains=pieces, across=True)
-        elif not _adds_up(chain) and (thorough or takes_rows_in_turn(len(chain.dots), axis.hardware)):
+        elif not _adds_up(chain) and hides_rows(axis.hardware) and (thorough or len(chain.dots) <= MOST_DOTS):
             for pieces in counts(unit, tile_rows(flow, chain), few=True):
                 yield dataclasses.replace(base, chains=pieces)
 
