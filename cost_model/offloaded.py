@@ -47,8 +47,8 @@ def is_offloaded(collective: Offloaded, axis: Axis) -> bool:
 def hides_rows(hardware: Hardware) -> bool:
     """Whether pieces of rows that are gathered have the dots before them to hide behind.
 
-    Where the dots themselves run the all_gathers, those that place rows run few of them (v5e: 3 to 33 % slower
-    than priced, and slower than rings).
+    Where the dots themselves run the all_gathers, those that place rows run few of them (v5e: 3 to 33 %
+    slower than priced, and slower than rings).
     """
     return not hardware.places_strips
 
