@@ -6,8 +6,9 @@ import dataclasses
 from typing import Final
 
 from cost_model.axis import Axis
+from cost_model.matmul import Matmul
 from cost_model.ring import SHARDS_HELD, Estimate, estimate
-from cost_model.ring_work import RingWork
+from cost_model.ring_work import RingWork, cut_side
 
 PLACING: Final = {False: 3.0, True: 1.5}
 """Times as long as reading and writing it once takes what the compiler makes of placing a sum's shards: those
@@ -57,9 +58,10 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
         S + (C-1) · (max(S + P, D + P, F + H + G) + R) + max(G, P)
 
     since the first scatter has no gather beside it and the last gather no scatter. The links carry the hops
-    of both, after the first products F of a chunk, which nothing hides. Where hops and dots take turns, all
-    of it adds up. R is reading and writing the operand whose rows are cut into chunks, which the compiler
-    copies for each of more than two if it is not on chip.
+    of both, after the first products F of a chunk, which nothing hides; products come after what is placed
+    beside them. The columns of an operand that a chunk takes stay on chip while it lasts, if they fit. Where
+    hops and dots take turns, all of it adds up. R is reading and writing the operand whose rows are cut into
+    chunks, which the compiler copies for each of more than two if it is not on chip.
 
     Args:
       work: of the scatter rings of all chunks, which are its columns.
@@ -68,15 +70,16 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
       across: whether the chunks are columns of the result, and not rows.
     """
     hardware, chunks = axis.hardware, work.columns
+    strips = dataclasses.replace(work, matmuls=_strips(work, axis)) if across else work
     chunk = dataclasses.replace(
-        work,
+        strips,
         columns=1,
         shard_bytes=work.shard_bytes / chunks,
         collective_shard_bytes=work.collective_shard_bytes / chunks,
     )
     first = estimate(chunk, axis)
     later = estimate(chunk, axis, fetched=True, cut_out=across)
-    whole = estimate(work, axis)
+    as_written, whole = estimate(work, axis), estimate(strips, axis)
     gather_s, copy_s = _gather_s(work, gathered_bytes, axis, across=across)
     first_s = later.partials_s / axis.size
     if hardware.overlaps:
@@ -87,8 +90,8 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
     middle_s += _cutting_s(work, axis) if chunks > 2 and not across else 0.0
     latency_s, _ = _gather_s(work, 0, axis, across=across)
     return Estimate(
-        dot_s=whole.dot_s,
-        collective_s=whole.collective_s + axis.all_gather_s(gathered_bytes),
+        dot_s=as_written.dot_s,
+        collective_s=as_written.collective_s + axis.all_gather_s(gathered_bytes),
         partials_s=whole.partials_s + chunks * copy_s,
         hops_s=whole.hops_s + chunks * gather_s,
         hop_latency_s=whole.hop_latency_s + chunks * latency_s,
@@ -96,6 +99,16 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
         + (chunks - 1) * middle_s
         + last_gather_s(work, gathered_bytes, axis, across=across),
         added_bytes=_buffers_bytes(work, axis, across=across) - gathered_bytes,
+    )
+
+
+def _strips(work: RingWork, axis: Axis) -> tuple[Matmul, ...]:
+    """Of each matmul the part that makes a chunk of the result's columns."""
+    return tuple(
+        dataclasses.replace(whole, m=piece.m)
+        if cut_side(work, axis.size, piece, whole) == "rhs"
+        else dataclasses.replace(whole, n=piece.n)
+        for piece, whole in work.pairs
     )
 
 

@@ -36,7 +36,8 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     """What is on chip of the partial dots, in all steps but the first.
 
     Held are the operands that all pieces share, as many as fit together, and then what a dot cuts its blocks
-    out of, if it fits well beside them; before all of them that, where it is the largest that fits. What was
+    out of, if it fits well beside them; before all of them that, where it is the largest that fits: of it
+    even dots that otherwise cut nothing on chip (`Hardware.cuts_on_chip`) read their blocks there. What was
     cut out before the dot is there, if it fits, and so is what travels if it is little, or read by several
     dots. What travels reaches the first of them by way of main memory where nothing arrives on chip.
     """
@@ -65,7 +66,7 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
             apart = work.cut != "dot" and piece.batch == whole.batch
             needed_bytes = side_bytes(piece if apart else whole, cut)
             near[cut] = bool(first_bytes) or needed_bytes <= room_bytes
-            if work.collective == "reduce_scatter" and not apart:
+            if work.collective == "reduce_scatter" and not apart and not first_bytes:
                 near[cut] = near[cut] and hardware.cuts_on_chip
             if near[cut] and not apart and not first_bytes:
                 held_bytes += needed_bytes

@@ -37,9 +37,9 @@ def emit_psum_pipeline(
     Every block of the scattered dim is cut into chunks; across, the dot's other free dim is, which keeps the
     partial matmuls as tall as those of a plain ring. The scatter ring of a chunk runs as
     ``emit_scatter_ring`` has it, with one accumulator per ring and direction. Beside it the sums of the chunk
-    before travel round on the same rings, and are placed where their owners' blocks are. So the matmuls hide
-    both halves of the psum, but for the last chunk's gather. The chunks are the iterations of a loop: the
-    program is no longer for more of them.
+    before travel round on the same rings, and are placed where their owners' blocks are, each while the next
+    is on its way. So the matmuls hide both halves of the psum, but for the last chunk's gather. The chunks
+    are the iterations of a loop: the program is no longer for more of them.
 
     Raises:
       ValueError: the blocks cannot be cut into so many equal chunks, or these into the schedule's pieces.
@@ -113,20 +113,17 @@ class _Pipeline:
         with self.scope():
             result = blank_of(self.aval.shape, self.aval, differentiable=self.flow.differentiable)
             result = as_varying(result, shims.varying_axes(jax.typeof(shards[0])))
-            result = self._placed(result, shards, 0, 0)
 
         def iteration(number: Any, carried: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
-            shards, result = carried
-            shards, result = self._chunk(number, shards, result)
-            with self.scope():
-                return shards, self._placed(result, shards, 0, number)
+            return self._chunk(number, *carried)
 
         shards, result = lax.fori_loop(np.int32(1), np.int32(self.chunks), iteration, (shards, result))
         with self.scope():
-            for step in range(1, self.collective.axis_size):
-                hops = self._finished(self._gather_hops(shards))
-                shards = list(tie(*hops))
-                result = self._placed(result, shards, step, self.chunks - 1)
+            last = self.collective.axis_size - 1
+            for step in range(last):
+                hops, result, _ = self._passed_on(shards, result, [], step, self.chunks - 1)
+                shards = self._finished(hops)
+            result = self._placed(result, shards, last, self.chunks - 1)
             if self.flow.ops[self.collective.op].name == "psum_invariant":
                 result = shims.as_invarying(result, self.collective.axes)
         return result
@@ -149,13 +146,17 @@ class _Pipeline:
         def cut(piece: Piece) -> dict[int, Any]:
             return blocks_of(wholes, self.cut, piece, apart=self.schedule.cut == "apart")
 
+        before = number - 1 if isinstance(number, int) else lax.sub(number, np.int32(1))
         sent: list[Any] = [None] * len(self.divided)
         in_flight: list[int] = []
         for step in range(last + 1):
             hops: list[Any] = []
             if gathered is not None and step < last:
+                started = [sent[other] for other in in_flight] if self.explicit else []
                 with self.scope():
-                    hops = self._gather_hops(gathered)
+                    hops, result, started = self._passed_on(gathered, result, started, step, before)
+                for other, hop in zip(in_flight, started, strict=False):
+                    sent[other] = hop
             for index, part in enumerate(self.divided):
                 piece = self._piece(part, -part.step * (step + 1), number)
                 received = None
@@ -163,16 +164,20 @@ class _Pipeline:
                     (received,) = self._finished([sent[index]])
                     sent[index] = None
                 operands = cut(piece) if self.schedule.cut == "early" else wholes
-                # Whatever was started last is tied to the operands of the product that is to run beside it.
+                # Whatever was started last is tied to the operands of the product that is to run beside it,
+                # and so is what is placed: nothing else waits for it, and it would be left to the end.
                 started = [sent[other] for other in in_flight] + (hops if index == 0 else [])
                 started = started if self.explicit else []
                 arrived = [] if received is None else [received]
+                placed = [result] if index == 0 and hops and self.explicit else []
                 if started or arrived:
-                    tied = list(tie(*started, *arrived, *operands.values()))
+                    tied = list(tie(*started, *placed, *arrived, *operands.values()))
                     for other in in_flight if self.explicit else ():
                         sent[other] = tied.pop(0)
                     if index == 0 and self.explicit:
                         hops = [tied.pop(0) for _ in hops]
+                    if placed:
+                        result = tied.pop(0)
                     received = tied.pop(0) if arrived else None
                     operands = dict(zip(operands, tied, strict=True))
                 if self.schedule.cut != "early":
@@ -180,6 +185,8 @@ class _Pipeline:
                 cuts = operands if self.schedule.cut == "early" else cut(piece)
                 in_flight = []
                 total = self._added(sent, index, piece, received, cuts, read)
+                if hops and self.explicit and index == len(self.divided) - 1:
+                    *hops, total = tie(*hops, total)
                 with self.scope():
                     if step == last:
                         sent[index] = lax.convert_element_type(total, self.aval.dtype)
@@ -193,10 +200,35 @@ class _Pipeline:
                         # Else nothing keeps these hops beside this step's products.
                         tied = list(tie(*gathered, *sent))
                         gathered, sent = tied[: len(gathered)], tied[len(gathered) :]
-                    assert number is not None
-                    before = number - 1 if isinstance(number, int) else lax.sub(number, np.int32(1))
-                    result = self._placed(result, gathered, step + 1, before)
+        if gathered is not None:
+            with self.scope():
+                result = self._placed(result, gathered, last, before)
         return sent, result
+
+    def _passed_on(
+        self, shards: list[Any], result: Any, started: list[Any], step: int, number: Any
+    ) -> tuple[list[Any], Any, list[Any]]:
+        """Sends shards on along their rings, and places them beside that.
+
+        Placed by then are those that came before: a compiler that may leave them to the end does so, and
+        holds them all until then.
+
+        Args:
+          shards: per piece, what has come ``step`` places along.
+          result: what they are placed in.
+          started: hops of sums that are to be on their way first, for their next products wait for them.
+          step: how far they have come.
+          number: of their chunk.
+
+        Returns:
+          Their hops, the result, and the hops of sums.
+        """
+        *tied, result = tie(*started, *shards, result)
+        started, shards = tied[: len(started)], tied[len(started) :]
+        hops = self._gather_hops(shards)
+        if self.explicit:
+            *hops, result = tie(*hops, result)
+        return hops, self._placed(result, shards, step, number), started
 
     def _reads(self, number: Any) -> Read:
         """Reads of the operand that is cut across only the columns of a chunk."""

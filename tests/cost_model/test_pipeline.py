@@ -11,6 +11,7 @@ from cost_model import Axis, by_name
 from cost_model.pipeline import PLACING, gather_after, last_gather_s, pipeline_estimate
 from cost_model.plain_chain import Form, PlainChain, chain_of, forms, price, works
 from cost_model.ring import estimate
+from cost_model.ring_work import RingWork
 
 V5P = by_name("tpu_v5p")
 RING = Axis(V5P, 16)
@@ -20,6 +21,12 @@ V_BYTES = 8192 * 8192 * 2
 def chunks(columns: int, k: int = 2048) -> tuple[PlainChain, Form]:
     chain = chain_of("dot_psum", 8192, k, 8192)
     return chain, Form(directions=2, columns=columns, across=True)
+
+
+def of_strips(work: RingWork) -> RingWork:
+    """The same rings, each chunk of which has a strip of the right operand to itself."""
+    (piece,), (whole,) = work.piece, work.matmuls
+    return dataclasses.replace(work, matmuls=(dataclasses.replace(whole, n=piece.n),))
 
 
 @pytest.mark.parametrize("columns", [2, 4, 8])
@@ -44,7 +51,7 @@ def test_only_the_last_gather_of_a_compute_bound_psum_is_exposed() -> None:
     last_s = 15 * (V_BYTES / 16 / 2 / 8) / 9e10
     placed_s = PLACING[True] * 2 * V_BYTES / V5P.hbm_bytes_per_s
     (work,) = works(chain, form, RING)
-    scatter = estimate(work, RING)
+    scatter = estimate(of_strips(work), RING)
     assert last_gather_s(work, V_BYTES, RING, across=True) == pytest.approx(last_s)
     assert priced.partials_s == pytest.approx(scatter.partials_s + placed_s)
     # Of the eight chunks' copies the last runs beside its gather.
@@ -65,7 +72,20 @@ def test_where_hops_and_dots_take_turns_all_adds_up() -> None:
     (work,) = works(chain, form, axis)
     priced = pipeline_estimate(work, V_BYTES, axis, across=True)
     gather_s = 4 * last_gather_s(work, V_BYTES, axis, across=True)
-    assert priced.overlapped_s == pytest.approx(estimate(work, axis).overlapped_s + gather_s)
+    assert priced.overlapped_s == pytest.approx(estimate(of_strips(work), axis).overlapped_s + gather_s)
+
+
+def test_the_strip_of_an_operand_that_a_chunk_takes_stays_on_chip_if_it_fits() -> None:
+    # [8192, 16384] by [16384, 8192]: of 8 chunks each takes 32 MiB of the right operand, of 2 more than fits.
+    chain, form = chunks(8, k=16384)
+    (work,) = works(chain, form, RING)
+    near, far = (8 * estimate(each, RING).partials_s for each in (of_strips(work), work))
+    assert near < 0.97 * far
+    placed_s = PLACING[True] * 2 * V_BYTES / V5P.hbm_bytes_per_s
+    assert 8 * price(chain, form, RING).partials_s == pytest.approx(near + 8 * placed_s)
+    chain, form = chunks(2, k=16384)
+    (work,) = works(chain, form, RING)
+    assert estimate(of_strips(work), RING).partials_s == pytest.approx(estimate(work, RING).partials_s)
 
 
 def test_rows_are_cut_into_chunks_by_their_number_and_columns_by_their_width() -> None:

@@ -96,10 +96,22 @@ def test_what_several_dots_read_arrives_there_if_it_fits_beside_what_is_held() -
 
 
 def test_where_dots_read_no_blocks_of_what_is_on_chip_only_what_is_shared_is_held() -> None:
-    ((x_near, w_near), _) = placed(scatter(), ROOM, on_chip_bytes=100e6, cuts_on_chip=False)
-    assert (x_near, w_near) == (False, True)
-    # Nor is each direction's half of an operand.
-    assert placed(scatter(across=True), ROOM, on_chip_bytes=20e6, cuts_on_chip=False)[0] == (False, False)
+    # w[1000, 6000] is the larger operand, and all blocks of x have it in common.
+    wide = dataclasses.replace(scatter(), matmuls=(Matmul(m=4000, k=1000, n=6000),))
+    wide = dataclasses.replace(wide, piece=(dataclasses.replace(wide.matmuls[0], m=500),))
+    assert placed(wide, ROOM, on_chip_bytes=100e6)[0] == (True, True)
+    assert placed(wide, ROOM, on_chip_bytes=100e6, cuts_on_chip=False)[0] == (False, True)
+
+
+@pytest.mark.parametrize("across", [False, True])
+def test_blocks_of_what_is_fetched_before_all_else_are_read_there_by_every_compiler_s_dots(
+    across: bool,
+) -> None:
+    work = scatter(across=across)
+    assert placed(work, ROOM, cuts_on_chip=False) == ((True, False), X_BYTES)
+    # Each direction's half of the other operand is not held with it.
+    both_fit = placed(work, ROOM, on_chip_bytes=20e6, cuts_on_chip=False)
+    assert both_fit == (((True, False), X_BYTES) if across else ((True, True), X_BYTES + W_BYTES))
 
 
 def test_sums_that_travel_stay_on_chip_only_where_they_arrive_there() -> None:

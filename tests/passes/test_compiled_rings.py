@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from overlap import tpu_target
-from overlap.hlo import Computation, Module, parse, trip_count
+from overlap.hlo import Computation, Instruction, Module, parse, trip_count
 from passes import shims
 from tests.passes.tpu_process import told_by
 
@@ -44,6 +44,12 @@ FORMS: dict[str, dict[str, Any]] = {
     "psum along walks": {"directions": 1, "walks": 3},
 }
 """Rings by what they are for; the first word is the pattern. Walks are of so many dimensions."""
+
+CHUNKS: dict[str, dict[str, Any]] = {
+    "psum in chunks of rows": {"directions": 2, "columns": 2},
+    "psum in chunks of columns": {"directions": 2, "columns": 4, "across": True},
+}
+"""Psums each of whose chunks is gathered while the next is scattered: see `FORMS`."""
 
 SCRIPT = """
 import json, sys
@@ -83,7 +89,7 @@ print(json.dumps(texts))
 @cache
 def compiled() -> dict[str, Module]:
     """Every form's scheduled module, compiled in a process of its own that only sees CPUs."""
-    return {name: parse(text) for name, text in told_by(SCRIPT, json.dumps(FORMS)).items()}
+    return {name: parse(text) for name, text in told_by(SCRIPT, json.dumps(FORMS | CHUNKS)).items()}
 
 
 def runs(module: Module) -> dict[str, int]:
@@ -124,6 +130,26 @@ def exposed(module: Module, computation: Computation) -> list[str]:
     return found
 
 
+def places(module: Module, instruction: Instruction) -> bool:
+    """Whether an instruction writes a part of an array, and multiplies nothing."""
+    if instruction.opcode == "fusion":
+        inner = [i for name in instruction.calls for i in module.computation(name).instructions]
+        return any(places(module, i) for i in inner) and not any(
+            multiplies(module, name) for name in instruction.calls
+        )
+    return instruction.opcode == "dynamic-update-slice"
+
+
+def placed_alone(module: Module, computation: Computation) -> int:
+    """How often a computation places something while no hop is on its way."""
+    in_flight = found = 0
+    for instruction in computation.instructions:
+        in_flight += instruction.opcode == "collective-permute-start"
+        in_flight -= instruction.opcode == "collective-permute-done"
+        found += not in_flight and places(module, instruction)
+    return found
+
+
 def permutes(module: Module) -> int:
     """Hops of one device, those in loops as often as they run."""
     return sum(
@@ -149,6 +175,19 @@ def test_the_compiler_takes_a_ring_and_keeps_its_hops(name: str) -> None:
 def test_every_hop_that_is_started_explicitly_has_a_matmul_beside_it(name: str) -> None:
     module = compiled()[name]
     assert [hop for each in runs(module) for hop in exposed(module, module.computation(each))] == []
+
+
+@needs_libtpu
+@pytest.mark.skipif(not shims.EXPLICIT_STARTS, reason="without starts of their own psums go in one chunk")
+@pytest.mark.parametrize("name", CHUNKS)
+def test_what_is_gathered_of_a_chunk_is_placed_beside_the_hops_of_the_next(name: str) -> None:
+    form, module = CHUNKS[name], compiled()[name]
+    assert permutes(module) == 2 * form["directions"] * form["columns"] * (AXIS_SIZE - 1)
+    alone = sum(
+        times * placed_alone(module, module.computation(each)) for each, times in runs(module).items()
+    )
+    # What comes last of all, by both ways, has no hop to hide behind.
+    assert alone <= form["directions"]
 
 
 @needs_libtpu
