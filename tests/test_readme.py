@@ -105,6 +105,7 @@ def summary() -> dict[str, tuple[str, str]]:
             )
             for version in ("auto", "verify")
         },
+        "ring_model, hidden": (f"{rings['hidden']['all']['hidden']:.0%} of the limit", "modelled"),
         "ring_model": (f"median error {rings['errors']['rings, all']['median']:.1%}", "modelled"),
         "decisions": (
             f"{judged['share']:.1%} right, mean regret {judged['mean_regret']:.1%}, "
