@@ -448,7 +448,12 @@ def _fits(chain: PlainChain, form: Form, unit: int) -> bool:
     size = 0 if chain.free is None else getattr(chain.dots[0].matmul, chain.free)
     if chain.pattern == "dot_psum" and form.columns > 1:
         if form.across:
-            return form.pieces <= unit and not size % form.columns and size // form.columns >= LEAST_COLUMN
+            # A strip that does not end with a tile is copied before every dot.
+            return (
+                form.pieces <= unit
+                and not size % (form.columns * LANES)
+                and size // form.columns >= LEAST_COLUMN
+            )
         return not unit % form.columns and form.pieces <= unit // form.columns
     if form.pieces == 1 and (form.joined or form.across):
         return False

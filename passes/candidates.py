@@ -188,7 +188,8 @@ def _makes_chunks(flow: Dataflow, chain: DotPsum, schedule: RingSchedule, unit: 
     if cut is None or schedule.pieces > unit:
         return False
     size = flow.avals[flow.ops[chain.scatter.dots[0].op].outputs[0]].shape[cut.result_dim]
-    return not size % schedule.columns and size // schedule.columns >= LEAST_COLUMN
+    # A strip that does not end with a tile is copied before every dot.
+    return not size % (schedule.columns * LANES) and size // schedule.columns >= LEAST_COLUMN
 
 
 def _halfway(flow: Dataflow, chain: Chain, known: Rule | None) -> bool:
