@@ -16,7 +16,7 @@ import json
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from bench.schedules import decided, grid, measure, programs, run, summary
@@ -55,25 +55,6 @@ class Prediction:
     def error(self) -> float:
         """How much more is predicted, as a part of the compiled time."""
         return self.predicted_s / self.compiled_s - 1
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Reach:
-    """How far hiding alone goes in one row.
-
-    Attributes:
-      row: the row's name.
-      pattern: its pattern.
-      limit_s: matmul or wire alone, whichever is longer.
-      hidden_s: with every hop of the best form beside its partial matmuls and copies, as they are priced.
-      reached_s: the compiled schedule's, by version.
-    """
-
-    row: str
-    pattern: str
-    limit_s: float
-    hidden_s: float
-    reached_s: dict[str, float]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,32 +100,33 @@ def predictions(row: Row, of: Priced) -> list[Prediction]:
     return list(found.values())
 
 
-def reach(row: Row, of: Priced) -> Reach:
-    """How far hiding alone goes: by the form that is the fastest with all hops hidden, or what is reached."""
+def hidden_s(row: Row, of: Priced) -> float:
+    """How far hiding alone goes: the fastest form's seconds with all hops hidden, or what is reached."""
     hidden = [max(each.partials_s, each.hops_s, row.limit_s) for each in of.rings.values()]
-    reached = {version: row.versions[version].total_s for version in OURS if version in row.versions}
-    best_s = min(*hidden, *reached.values(), row.versions[ORIGINAL].total_s)
-    return Reach(row.name, row.pattern, row.limit_s, best_s, reached)
+    reached = [row.versions[version].total_s for version in (ORIGINAL, *OURS) if version in row.versions]
+    return min(*hidden, *reached)
 
 
-def reaches(found: Sequence[Reach]) -> dict[str, dict[str, float]]:
-    """Per pattern and of all: rows, and geometric means of the limit over the times."""
-    groups: dict[str, list[Reach]] = {}
-    for each in found:
-        for name in (each.pattern, "all"):
-            groups.setdefault(name, []).append(each)
+def reaches(rows: Mapping[str, tuple[Row, float]]) -> dict[str, dict[str, float]]:
+    """Per pattern and of all: counted rows, and geometric means of the limit over the times.
 
-    def means(of: list[Reach]) -> dict[str, float]:
+    Args:
+      rows: and their times with all hops hidden, by name.
+    """
+    groups = summary.grouped([row for row, _ in rows.values()], lambda row: row.pattern)
+
+    def means(of: list[Row]) -> dict[str, float]:
         reached = {
             version: summary.geometric_mean(
-                each.limit_s / each.reached_s[version] for each in of if version in each.reached_s
+                efficiency for row in of if (efficiency := row.efficiency(version)) is not None
             )
             for version in OURS
         }
-        hidden = summary.geometric_mean(each.limit_s / each.hidden_s for each in of)
+        hidden = summary.geometric_mean(row.limit_s / rows[row.name][1] for row in of)
         return {"rows": len(of), **reached, "hidden": hidden}
 
-    return {name: means(of) for name, of in sorted(groups.items(), key=lambda group: group[0] == "all")}
+    groups["all"] = [row for of in groups.values() for row in of]
+    return {name: means(of) for name, of in groups.items()}
 
 
 def errors(found: Sequence[Prediction]) -> dict[str, dict[str, float]]:
@@ -219,10 +201,10 @@ def main() -> int:
         return 2
     content: Any = json.loads(path.read_text("utf-8"))
     cases = {case.name: case for case in grid.tpu_cases()}
-    rows_of_grid = list(map(Row.from_dict, content["rows"]))
+    rows_of_grid = map(Row.from_dict, content["rows"])
     prices = [(row, each) for row in rows_of_grid if (each := priced(row, cases[row.name])) is not None]
     found = [each for row, prices_of in prices for each in predictions(row, prices_of)]
-    hidden = reaches([reach(row, prices_of) for row, prices_of in prices if summary.counts(row)])
+    hidden = reaches({row.name: (row, hidden_s(row, prices_of)) for row, prices_of in prices})
     made_with = run.versions("libtpu")
     told = errors(found)
     for name, of in told.items():

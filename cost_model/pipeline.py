@@ -79,7 +79,8 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
     )
     first = estimate(chunk, axis)
     later = estimate(chunk, axis, fetched=True, cut_out=across)
-    as_written, whole = estimate(work, axis), estimate(strips, axis)
+    as_written = estimate(work, axis)
+    whole = estimate(strips, axis) if across else as_written
     gather_s, copy_s = _gather_s(work, gathered_bytes, axis, across=across)
     first_s = later.partials_s / axis.size
     if hardware.overlaps:

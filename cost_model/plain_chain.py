@@ -377,6 +377,14 @@ def goes_halfway(directions: Directions, axis_size: int, hardware: Hardware) -> 
     return directions == 2 and 2 < axis_size <= LONGEST_UNROLLED and hardware.network == "torus"
 
 
+def makes_strips(size: int, columns: int) -> bool:
+    """Whether a psum's columns, of which there are so many elements, make so many equal chunks.
+
+    One that does not end with a tile would be copied before every dot.
+    """
+    return not size % (columns * LANES) and size // columns >= LEAST_COLUMN
+
+
 def cuts(axis: Axis, *, gathers: bool, sums: bool) -> tuple[Cut, ...]:
     """The ways worth trying to cut blocks out of an operand: a TPU's compiler keeps some copies on chip.
 
@@ -448,12 +456,7 @@ def _fits(chain: PlainChain, form: Form, unit: int) -> bool:
     size = 0 if chain.free is None else getattr(chain.dots[0].matmul, chain.free)
     if chain.pattern == "dot_psum" and form.columns > 1:
         if form.across:
-            # A strip that does not end with a tile is copied before every dot.
-            return (
-                form.pieces <= unit
-                and not size % (form.columns * LANES)
-                and size // form.columns >= LEAST_COLUMN
-            )
+            return form.pieces <= unit and makes_strips(size, form.columns)
         return not unit % form.columns and form.pieces <= unit // form.columns
     if form.pieces == 1 and (form.joined or form.across):
         return False

@@ -16,6 +16,7 @@ from cost_model.plain_chain import (
     MOST_PIECES,
     cuts,
     goes_halfway,
+    makes_strips,
 )
 from cost_model.tile import LANES
 from passes import shims
@@ -188,8 +189,7 @@ def _makes_chunks(flow: Dataflow, chain: DotPsum, schedule: RingSchedule, unit: 
     if cut is None or schedule.pieces > unit:
         return False
     size = flow.avals[flow.ops[chain.scatter.dots[0].op].outputs[0]].shape[cut.result_dim]
-    # A strip that does not end with a tile is copied before every dot.
-    return not size % (schedule.columns * LANES) and size // schedule.columns >= LEAST_COLUMN
+    return makes_strips(size, schedule.columns)
 
 
 def _halfway(flow: Dataflow, chain: Chain, known: Rule | None) -> bool:

@@ -148,14 +148,14 @@ class _Pipeline:
 
         before = number - 1 if isinstance(number, int) else lax.sub(number, np.int32(1))
         sent: list[Any] = [None] * len(self.divided)
-        in_flight: list[int] = []
+        in_flight: list[int] = []  # of the sums; only hops that are started explicitly can be tied
         for step in range(last + 1):
             hops: list[Any] = []
             if gathered is not None and step < last:
-                started = [sent[other] for other in in_flight] if self.explicit else []
+                started = [sent[other] for other in in_flight]
                 with self.scope():
                     hops, result, started = self._passed_on(gathered, result, started, step, before)
-                for other, hop in zip(in_flight, started, strict=False):
+                for other, hop in zip(in_flight, started, strict=True):
                     sent[other] = hop
             for index, part in enumerate(self.divided):
                 piece = self._piece(part, -part.step * (step + 1), number)
@@ -166,18 +166,15 @@ class _Pipeline:
                 operands = cut(piece) if self.schedule.cut == "early" else wholes
                 # Whatever was started last is tied to the operands of the product that is to run beside it,
                 # and so is what is placed: nothing else waits for it, and it would be left to the end.
-                started = [sent[other] for other in in_flight] + (hops if index == 0 else [])
-                started = started if self.explicit else []
+                started = [sent[other] for other in in_flight]
+                beside = [*hops, result] if index == 0 and hops and self.explicit else []
                 arrived = [] if received is None else [received]
-                placed = [result] if index == 0 and hops and self.explicit else []
-                if started or arrived:
-                    tied = list(tie(*started, *placed, *arrived, *operands.values()))
-                    for other in in_flight if self.explicit else ():
+                if started or beside or arrived:
+                    tied = list(tie(*started, *beside, *arrived, *operands.values()))
+                    for other in in_flight:
                         sent[other] = tied.pop(0)
-                    if index == 0 and self.explicit:
-                        hops = [tied.pop(0) for _ in hops]
-                    if placed:
-                        result = tied.pop(0)
+                    if beside:
+                        *hops, result = (tied.pop(0) for _ in beside)
                     received = tied.pop(0) if arrived else None
                     operands = dict(zip(operands, tied, strict=True))
                 if self.schedule.cut != "early":
@@ -192,7 +189,7 @@ class _Pipeline:
                         sent[index] = lax.convert_element_type(total, self.aval.dtype)
                     else:
                         sent[index] = self._start(self._narrow(total), -part.step, part)
-                        in_flight = [index]
+                        in_flight = [index] if self.explicit else []
             if hops:
                 with self.scope():
                     gathered = self._finished(hops)
