@@ -10,7 +10,7 @@ an all_reduce lets it pass.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from fractions import Fraction
 from typing import Any
 
@@ -19,7 +19,7 @@ from jax import lax
 
 from cost_model.tile import LANES
 from passes import shims
-from passes.block_eval import Piece, Read, accumulator_dtype, run_on_piece
+from passes.block_eval import Piece, Read, accumulator_dtype, cut_once, run_on_piece
 from passes.chains import AllGatherDot, Chain, DotPsum, DotReduceScatter
 from passes.gather_ring import cut, own_block, rounded, take_in
 from passes.graph import Dataflow, Operand
@@ -136,7 +136,7 @@ def sums_in_turn(
     strips = across(flow, scatter) if schedule.across else None
     dim = chain.collective.dim if strips is None else strips.result_dim
     last = None
-    for piece, read_piece in _pieces_of_sum(flow, chain, scatter, schedule, strips, read, turns.places):
+    for piece, read_piece in _pieces_of_sum(flow, chain, scatter, schedule, strips, read, turns):
         later = dataclasses.replace(piece, later=turns.nothing_of(last))
         last = _sum_of(flow, scatter, later, read_piece, widened)
         with turns.scope():
@@ -154,28 +154,49 @@ def _pieces_of_sum(
     schedule: RingSchedule,
     strips: Across | None,
     read: Read,
-    places: Places,
+    turns: Turns,
 ) -> Iterator[tuple[Piece, Read]]:
-    """The pieces of a sum, and what gives the dot's operands for each."""
+    """The pieces of a sum, and what gives the dot's operands for each.
+
+    A psum's piece is not begun before all but the last that was sent have arrived: else a TPU's compiler lets
+    several be made beside the first, and nothing is left beside the last ones.
+    """
+    waits = isinstance(chain, DotPsum)
     if strips is not None:
         (dot,) = scatter.dots
         sliced = flow.ops[dot.op].inputs[strips.operand]
-        whole, along = read(sliced), strips.dim
-        for part in parts(schedule, whole.shape[along], LANES):
+        along = strips.dim
+        for part in parts(schedule, read(sliced).shape[along], LANES):
+            (whole,) = turns.hold(read(sliced), sent_since=1) if waits else (read(sliced),)
             strip = cut(whole, along, part)
 
             def columns(operand: Operand, strip: Any = strip) -> Any:
                 return strip if operand == sliced else read(operand)
 
-            yield _Stretch(places, 0, WHOLE), columns
+            yield _Stretch(turns.places, 0, WHOLE), columns
         return
     rows = divisions(flow, chain) * chain.collective.axis_size
     if shims.on_tpu(flow.avals[flow.ops[chain.collective.op].outputs[0]]):
         divided = parts(schedule, rows, tile_rows(flow, chain))
     else:
         divided = pieces_of(chain, schedule, rows)
+    blocked = set(cut_once(flow, scatter.body))
     for part in divided:
-        yield _Stretch(places, 0, part), read
+        yield _Stretch(turns.places, 0, part), _behind_earlier(read, blocked, turns) if waits else read
+
+
+def _behind_earlier(read: Read, operands: Set[int], turns: Turns) -> Read:
+    """Reads as before, these operands when all values have arrived but the one that was sent last."""
+    held: dict[int, Any] = {}
+
+    def reading(operand: Operand) -> Any:
+        if not isinstance(operand, int) or operand not in operands:
+            return read(operand)
+        if operand not in held:
+            (held[operand],) = turns.hold(read(operand), sent_since=1)
+        return held[operand]
+
+    return reading
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

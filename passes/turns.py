@@ -106,11 +106,17 @@ class Turns:
             results = primitive.bind(value, **primitive.get_bind_params(op.params))
             self.arrived.append(results[0] if primitive.multiple_results else results)
 
-    def hold(self, *values: Any) -> tuple[Any, ...]:
-        """The values, for which the one that arrived last is made to wait, where barriers hold."""
-        if not self._barriers:
+    def hold(self, *values: Any, sent_since: int = 0) -> tuple[Any, ...]:
+        """The values, for which the one that arrived last is made to wait, where barriers hold.
+
+        Args:
+          values: some of the program's.
+          sent_since: how many that were sent after it need not have arrived; if all are, nothing waits.
+        """
+        if not self._barriers or len(self.arrived) <= sent_since:
             return values
-        self.arrived[-1], *held = self._tied(self.arrived[-1], *values)
+        number = -1 - sent_since
+        self.arrived[number], *held = self._tied(self.arrived[number], *values)
         return tuple(held)
 
     def nothing_of(self, value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -17,6 +18,8 @@ from hypothesis import given
 from jax.sharding import AxisType, PartitionSpec
 
 from cost_model import Axis, by_name
+from overlap import tpu_target
+from overlap.hlo import parse
 from passes import turns
 from passes.candidates import candidates
 from passes.chains import AllGatherDot, DotPsum, DotReduceScatter
@@ -34,6 +37,7 @@ from tests.passes.ring_patterns import (
     exact,
     jitted,
 )
+from tests.passes.tpu_process import multiplies, told_by
 
 BLOCK = 9
 MOST = {"gather": 3, "scatter": 3, "psum": 6}
@@ -198,3 +202,39 @@ def test_where_it_is_tried(name: str, axis_size: int, dtype: str, hardware: str,
     if proposed:
         overlapping = Axis(dataclasses.replace(axis.hardware, overlaps=True), axis_size)
         assert {str(s) for s in candidates(flow, chain, overlapping)} == proposed
+
+
+COMPILED = """
+import json, sys
+from unittest import mock
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from overlap import overlap_collectives, tpu_target
+from passes.schedule import RingSchedule
+
+mesh = Mesh(np.array(tpu_target.devices("tpu7x:2x2x1")), ("x",))
+ins, out = (P(None, "x"), P("x")), P()
+function = jax.jit(jax.shard_map(lambda x, w: lax.psum(x @ w, "x"), mesh=mesh, in_specs=ins, out_specs=out))
+arguments = [
+    jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+    for shape, spec in zip(((1024, 32768), (32768, 1024)), ins)
+]
+schedule = RingSchedule(directions=1, route="all_reduce", **json.loads(sys.argv[1]))
+with mock.patch("passes.decide.candidates", lambda *_, **__: (schedule,)):
+    lowered = overlap_collectives(function, policy="always", strict=True).lower(*arguments)
+print(json.dumps(lowered.compile().as_text()))
+"""
+
+
+@pytest.mark.skipif(tpu_target.missing() is not None, reason=str(tpu_target.missing()))
+@pytest.mark.parametrize("across", [False, True])
+def test_no_piece_is_made_before_those_before_the_last_have_arrived(across: bool) -> None:
+    """Else the compiler makes several beside the first, and has none to put beside the last ones."""
+    module = parse(told_by(COMPILED, json.dumps({"chains": 8, "across": across})))
+    made = arrived = 0
+    for instruction in module.entry_computation.instructions:
+        made += any(multiplies(module, called) for called in instruction.calls)
+        arrived += instruction.opcode == "call-done"
+        assert made - arrived <= 2
+    assert made == arrived == 8

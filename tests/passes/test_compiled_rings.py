@@ -11,7 +11,7 @@ import pytest
 from overlap import tpu_target
 from overlap.hlo import Computation, Instruction, Module, parse, trip_count
 from passes import shims
-from tests.passes.tpu_process import told_by
+from tests.passes.tpu_process import multiplies, told_by
 
 AXIS_SIZE = 8
 
@@ -100,15 +100,6 @@ def runs(module: Module) -> dict[str, int]:
             times = trip_count(module, instruction) or 0
             counts.update(dict.fromkeys(instruction.calls, times))
     return counts
-
-
-def multiplies(module: Module, name: str) -> bool:
-    """Whether a computation multiplies matrices."""
-    computation = module.computation(name)
-    return any(
-        i.opcode in ("convolution", "dot") or any(multiplies(module, inner) for inner in i.calls)
-        for i in computation.instructions
-    )
 
 
 def exposed(module: Module, computation: Computation) -> list[str]:

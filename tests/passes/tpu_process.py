@@ -1,4 +1,4 @@
-"""Compiling for TPUs in a process of its own, which sees CPUs only."""
+"""Compiling for TPUs in a process of its own, which sees CPUs only, and what is in what it makes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from overlap import tpu_target
+from overlap.hlo import Module
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,3 +27,12 @@ def told_by(script: str, *arguments: str) -> Any:
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def multiplies(module: Module, name: str) -> bool:
+    """Whether a computation multiplies matrices."""
+    computation = module.computation(name)
+    return any(
+        i.opcode in ("convolution", "dot") or any(multiplies(module, inner) for inner in i.calls)
+        for i in computation.instructions
+    )
