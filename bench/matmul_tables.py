@@ -47,7 +47,7 @@ SAMPLES: Final = RESULTS / "matmul_samples"
 UNSEEN: Final = ROOT / "tests" / "cost_model" / "matmul_unseen.json"
 
 SEED: Final = 1
-NUMBERS: Final[dict[Set, int]] = {"table": 48, "large": 12, "unseen": 58}
+NUMBERS: Final[dict[Set, int]] = {"table": 48, "large": 22, "unseen": 58}
 """How many handfuls of programs: about 280 matmuls for a table, 210 to judge it."""
 
 FITTED: Final[tuple[Set, ...]] = ("table", "large")
@@ -58,11 +58,14 @@ WIDTHS: Final = ("1", "2", "4")
 ON_V4: Final = ("near_elements_per_s", "ragged_elements_per_s", "converted_elements_per_s")
 """Rates that count on v4 alone, the one chip with CMEM."""
 
-FAR: Final = ("tile", "sums_per_s", "added_bytes_per_s")
+FAR: Final = ("tile", "sums_per_s", "wide_sums", "added_bytes_per_s")
 """Rates that count only where both operands are in main memory."""
 
-START_ADDED: Final = 5e12
-"""Where the search for the last of them begins."""
+START_FAR: Final = {"sums_per_s": 5e12, "wide_sums": 4.0, "added_bytes_per_s": 5e12}
+"""Where the search for those of them begins that nothing else tells of."""
+
+TRUST_FAR: Final = {"wide_sums": 0.1}
+"""How surely it is near there: of some chips few samples tell of it."""
 
 PLACES: Final = ("all in main memory", "weight on chip", "more on chip")
 
@@ -155,9 +158,10 @@ def _fit_far(table: MatmulTable, samples: Sequence[Sample], hardware: Hardware) 
         return dataclasses.replace(table, **values)
 
     def residuals(point: Any) -> Any:
-        return np.concatenate([np.log1p(_errors(far, moved(point), hardware)), 0.01 * (point - start)])
+        return np.concatenate([np.log1p(_errors(far, moved(point), hardware)), trust * (point - start)])
 
-    start = np.log([table.tile, table.sums_per_s, START_ADDED])
+    start = np.log([START_FAR.get(name, getattr(table, name)) for name in FAR])
+    trust = np.array([TRUST_FAR.get(name, 0.01) for name in FAR])
     return moved(least_squares(residuals, start, loss="soft_l1", f_scale=0.15).x)
 
 
@@ -208,7 +212,7 @@ def _fit_all(samples: Sequence[Sample], hardware: Hardware) -> MatmulTable:
                 "4": value.pop("result_bytes_per_s 4"),
             },
         }
-        values = {**dict.fromkeys((*ON_V4, "added_bytes_per_s"), 0.0), **value}
+        values = {**dict.fromkeys((*ON_V4, "added_bytes_per_s"), 0.0), "wide_sums": 1.0, **value}
         return MatmulTable(lanes=lanes, narrow_launch_s=narrow_launch_s, **groups, **values)
 
     def errors(guess: MatmulTable) -> list[float]:

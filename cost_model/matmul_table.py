@@ -32,7 +32,7 @@ from cost_model.chips import by_name
 from cost_model.dtypes import parse_dtype
 from cost_model.hardware import Hardware
 
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 """Version of the files in `cost_model/tables`."""
 
 FOLDER: Final = Path(__file__).with_name("tables")
@@ -75,6 +75,7 @@ class MatmulTable:
       tile: rows and columns of a tile of the result that are computed without reading an operand again.
       sums_per_s: elements of partial sums that are added up, one for each `DEPTH_BYTES` of K, where both
         operands are in main memory and tiles have to be cut along K.
+      wide_sums: how many times as many operands of four bytes make.
       added_bytes_per_s: bytes of an accumulator in main memory, as often, which makes that longer; 0 where
         it does not.
       lhs_bytes_per_s, rhs_bytes_per_s: reading from main memory; an accumulator is read as the rhs.
@@ -105,6 +106,7 @@ class MatmulTable:
     step_bytes: float
     tile: float
     sums_per_s: float
+    wide_sums: float
     added_bytes_per_s: float
     lhs_bytes_per_s: float
     rhs_bytes_per_s: float
@@ -221,6 +223,8 @@ class MatmulTable:
             step_s *= 1 + self.second_stream
             depth_bytes = k * min(lhs_width, rhs_width)
             times = max(0.0, depth_bytes / DEPTH_BYTES - 1)
+            if min(lhs_width, rhs_width) > 2:
+                times *= self.wide_sums
             compute_s += elements * times / self.sums_per_s
             if self.added_bytes_per_s and not accumulator_near:
                 compute_s += elements * accumulator_width * times / self.added_bytes_per_s
