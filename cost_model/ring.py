@@ -26,6 +26,9 @@ from cost_model.tile import placed_slowness
 SHARDS_HELD: Final = 4.5
 """Shards that TPU compilers were seen to hold at once, and a bit: some come while others are multiplied."""
 
+BUFFERS_ON_CHIP: Final = 0.25
+"""Share of the memory on chip up to which a gather's sums and shards were seen to stay there (v5e, v6e)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
@@ -144,7 +147,7 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
         hops_s=work.columns * hops * wire_s,
         hop_latency_s=work.columns * hops * latency_s,
         overlapped_s=waited_s + work.columns * (first_s + hops * step_s),
-        added_bytes=_buffers_bytes(work, axis.size) - axis.size * work.collective_shard_bytes,
+        added_bytes=_added_bytes(work, axis),
     )
 
 
@@ -177,7 +180,7 @@ def _halfway_estimate(work: RingWork, axis: Axis, *, fetched: bool) -> Estimate:
         hops_s=work.columns * sum(wires_s),
         hop_latency_s=work.columns * len(wires_s) * latency_s,
         overlapped_s=waited_s + work.columns * ring_s,
-        added_bytes=_buffers_bytes(work, axis.size) - axis.size * work.collective_shard_bytes,
+        added_bytes=_added_bytes(work, axis),
     )
 
 
@@ -211,6 +214,20 @@ def _as_written_s(work: RingWork, axis: Axis) -> tuple[float, float]:
     )
     sent = sent_side(work, axis.size, *work.pairs[0]) if gathered and work.pairs else None
     return wholes_s(work.matmuls, axis.hardware, collective_s if gathered else 0.0, sent), collective_s
+
+
+def _added_bytes(work: RingWork, axis: Axis) -> float:
+    """Bytes of temporary memory that the rings need more than the collective.
+
+    Where a gather's sums and shards stay on chip, buffers that leave the most of it free take none.
+    """
+    hardware, buffers_bytes = axis.hardware, _buffers_bytes(work, axis.size)
+    added_bytes = buffers_bytes - axis.size * work.collective_shard_bytes
+    stays = hardware.keeps_sums and hardware.receives_on_chip
+    if stays and work.collective == "all_gather" and work.cut == "dot" and not work.joined:
+        near = buffers_bytes <= BUFFERS_ON_CHIP * hardware.on_chip_bytes
+        return min(0.0, added_bytes) if near else added_bytes
+    return added_bytes
 
 
 def _buffers_bytes(work: RingWork, axis_size: int) -> float:
