@@ -14,7 +14,7 @@ from cost_model.axis import Axis
 from cost_model.hardware import Hardware, Offloaded
 from cost_model.in_turn import in_turn_estimate
 from cost_model.matmul import Matmul
-from cost_model.on_chip import wholes_s
+from cost_model.on_chip import Side, wholes_s
 from cost_model.ring import Estimate
 
 IN_TURN: Final = range(8, 17)
@@ -122,13 +122,14 @@ def offloaded_estimate(
     else:
         place_s = copied_s(results_bytes / pieces, PLACING)
         added_bytes += results_bytes / pieces
-    first_s = wholes_s(piece, hardware, hop_s if gathers else 0.0)
+    sent = _sent_side(piece[0], matmuls[0]) if gathers else None
+    first_s = wholes_s(piece, hardware, hop_s if gathers else 0.0, sent)
     return in_turn_estimate(
         "gather" if gathers else "psum",
         dot_s=as_written.dot_s,
         collective_s=as_written.collective_s,
         own_s=0.0,
-        pieces_s=[cut_s + first_s, *[cut_s + wholes_s(piece, hardware, hop_s)] * (pieces - 1)],
+        pieces_s=[cut_s + first_s, *[cut_s + wholes_s(piece, hardware, hop_s, sent)] * (pieces - 1)],
         hops_s=[hop_s] * pieces,
         latency_s=pieces * whole_s(0.0),
         hardware=hardware,
@@ -137,3 +138,13 @@ def offloaded_estimate(
         after_s=after_s,
         added_bytes=added_bytes,
     )
+
+
+def _sent_side(piece: Matmul, whole: Matmul) -> Side | None:
+    """The operand that travels, and of which a piece is multiplied; None of a batch.
+
+    A batch's matrices were seen to take no longer for it.
+    """
+    if whole.batch > 1:
+        return None
+    return "lhs" if piece.m < whole.m else "rhs" if piece.n < whole.n else None

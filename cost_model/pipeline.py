@@ -9,6 +9,7 @@ from cost_model.axis import Axis
 from cost_model.matmul import Matmul
 from cost_model.ring import SHARDS_HELD, Estimate, estimate
 from cost_model.ring_work import RingWork, cut_side
+from cost_model.tile import LANES
 
 PLACING: Final = {False: 3.0, True: 1.5}
 """Times as long as reading and writing it once takes what the compiler makes of placing a sum's shards: those
@@ -104,13 +105,17 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
 
 
 def _strips(work: RingWork, axis: Axis) -> tuple[Matmul, ...]:
-    """Of each matmul the part that makes a chunk of the result's columns."""
-    return tuple(
-        dataclasses.replace(whole, m=piece.m)
-        if cut_side(work, axis.size, piece, whole) == "rhs"
-        else dataclasses.replace(whole, n=piece.n)
-        for piece, whole in work.pairs
-    )
+    """Of each matmul the part that makes a chunk of the result's columns.
+
+    An operand of which that is no whole tiles stays where it is: no such part of it is fetched.
+    """
+
+    def part(piece: Matmul, whole: Matmul) -> Matmul:
+        dim = "m" if cut_side(work, axis.size, piece, whole) == "rhs" else "n"
+        size = getattr(piece, dim)
+        return whole if size % LANES else dataclasses.replace(whole, **{dim: size})
+
+    return tuple(part(piece, whole) for piece, whole in work.pairs)
 
 
 def _buffers_bytes(work: RingWork, axis: Axis, *, across: bool) -> float:

@@ -339,7 +339,7 @@ def _offloaded_price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
         form.route,
         form.chains,
         across=form.across,
-        moved_bytes=chain.wire_bytes(axis) if chain.gathers else chain.moved_bytes,
+        moved_bytes=_gathered_bytes(chain, axis) if chain.gathers else chain.moved_bytes,
         matmuls=tuple(dot.matmul for dot in dots),
         piece=piece_in_turn(chain, form, dots),
         as_written=price(chain, Form(), axis),
@@ -378,11 +378,8 @@ def goes_halfway(directions: Directions, axis_size: int, hardware: Hardware) -> 
 
 
 def makes_strips(size: int, columns: int) -> bool:
-    """Whether a psum's columns, of which there are so many elements, make so many equal chunks.
-
-    One that does not end with a tile would be copied before every dot.
-    """
-    return not size % (columns * LANES) and size // columns >= LEAST_COLUMN
+    """Whether a psum's columns, of which there are so many elements, make so many equal chunks."""
+    return not size % columns and size // columns >= LEAST_COLUMN
 
 
 def cuts(axis: Axis, *, gathers: bool, sums: bool) -> tuple[Cut, ...]:
@@ -475,11 +472,10 @@ def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
         second = (chain.free, Fraction(1, columns))
     summed = [_accumulator(d.matmul.out_dtype or d.matmul.dtype) for d in chain.dots if d.cut == "k"]
     dots, shard_bytes = chain.multiplied(axis), chain.wire_bytes(axis) / axis.size
-    halves = chain.may_round(axis) and chain.wire_bytes(axis) == chain.moved_bytes
     return RingWork(
         collective="all_gather",
         shard_bytes=shard_bytes,
-        collective_shard_bytes=shard_bytes / 2 if halves else shard_bytes,
+        collective_shard_bytes=_gathered_bytes(chain, axis) / axis.size,
         matmuls=tuple(dot.matmul for dot in dots),
         piece=tuple(dot.piece((1 + form.halfway) * share, second) for dot in dots),
         directions=form.directions,
@@ -494,6 +490,12 @@ def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
         accumulators=strips,
         hands_out_gathered=chain.handed_out,
     )
+
+
+def _gathered_bytes(chain: PlainChain, axis: Axis) -> float:
+    """Bytes of the array as an all_gather moves it: where the compiler may round it, the half."""
+    sent_bytes = chain.wire_bytes(axis)
+    return sent_bytes / 2 if chain.may_round(axis) and sent_bytes == chain.moved_bytes else sent_bytes
 
 
 def _scatter_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:

@@ -131,10 +131,12 @@ def _offloaded(
     op, part = flow.ops[chain.collective.op], Fraction(1, schedule.chains)
     inner: AllGatherDot | DotReduceScatter = chain.scatter if isinstance(chain, DotPsum) else chain
     moved, rounded = flow.aval(op.inputs[0]), _NONE
-    itemsize = moved.dtype.itemsize
+    moved_bytes = moved.size * moved.dtype.itemsize
     if isinstance(chain, AllGatherDot):
         moved, sent = flow.avals[chain.wire], wire_dtype(flow, chain)
-        itemsize = sent.itemsize
+        moved_bytes = moved.size * sent.itemsize
+        if sent == moved.dtype and may_round(flow, chain):
+            moved_bytes //= 2
         rounded = {} if sent == moved.dtype else dict.fromkeys(chain.blocked, sent.name)
     cut = across(flow, inner) if schedule.across else None
     share, second = (part, None) if cut is None else (Fraction(1), (cut, part))
@@ -143,7 +145,7 @@ def _offloaded(
         schedule.route,
         schedule.chains,
         across=schedule.across,
-        moved_bytes=moved.size * itemsize,
+        moved_bytes=moved_bytes,
         matmuls=_matmuls(flow, inner, Fraction(1), rounded=rounded),
         piece=_matmuls(flow, inner, share, second, rounded),
         as_written=as_written,
