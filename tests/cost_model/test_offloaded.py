@@ -90,6 +90,24 @@ def test_strips_that_are_made_in_their_place_cost_no_copy_and_no_memory() -> Non
     assert price(rounded, form, places) == price(rounded, form, AXIS)
 
 
+def test_what_the_compiler_may_round_is_priced_at_half_its_size() -> None:
+    """As in the chain as written. The dots are too small to be sure of it."""
+    form = Form(route="all_gather", chains=8, across=True)
+    exact, rounded = (
+        price(chain_of("all_gather_dot", 256, 8192, 16384, cut="k", operand="rhs", dtype=dtype), form, AXIS)
+        for dtype in ("float32", "bfloat16")
+    )
+    assert exact.hops_s == pytest.approx(rounded.hops_s)
+    assert exact.collective_s == pytest.approx(rounded.collective_s)
+
+
+def test_strips_are_read_from_main_memory_where_nothing_arrives_on_chip() -> None:
+    chain = chain_of("all_gather_dot", 16384, 8192, 8192, cut="k", operand="rhs")
+    form = Form(route="all_gather", chains=8, across=True)
+    arrives = Axis(dataclasses.replace(TPU7X, receives_on_chip=True), 8)
+    assert price(chain, form, arrives).partials_s < 0.97 * price(chain, form, AXIS).partials_s
+
+
 def test_nothing_goes_in_turn_where_nothing_runs_beside_dots() -> None:
     """As on a full pod of v5e."""
     chain = chain_of("all_gather_dot", 16384, 8192, 16384, cut="k", operand="rhs")

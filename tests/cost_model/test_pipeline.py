@@ -88,6 +88,16 @@ def test_the_strip_of_an_operand_that_a_chunk_takes_stays_on_chip_if_it_fits() -
     assert estimate(of_strips(work), RING).partials_s == pytest.approx(estimate(work, RING).partials_s)
 
 
+def test_a_strip_that_ends_within_a_tile_is_not_fetched() -> None:
+    # [8192, 16384] by [16384, 8000]: each of 8 chunks takes 1000 columns, 7 tiles of 128 and a part of one.
+    chain, form = chain_of("dot_psum", 8192, 16384, 8000), Form(directions=2, columns=8, across=True)
+    (work,) = works(chain, form, RING)
+    assert estimate(of_strips(work), RING).partials_s < 0.97 * estimate(work, RING).partials_s
+    placed_s = PLACING[True] * 2 * chain.moved_bytes / V5P.hbm_bytes_per_s
+    partials_s = price(chain, form, RING).partials_s
+    assert partials_s == pytest.approx(estimate(work, RING).partials_s + placed_s)
+
+
 def test_rows_are_cut_into_chunks_by_their_number_and_columns_by_their_width() -> None:
     found = forms(chain_of("dot_psum", 16 * 6, 512, 1024), RING)
     assert {form.columns for form in found if not form.across} == {1, 2}

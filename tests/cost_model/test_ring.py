@@ -358,6 +358,28 @@ _ROOMY = dataclasses.replace(_PLAIN, on_chip_bytes=1e8)
 """The same with room on chip; how long a matmul takes there does not depend on where its operands are."""
 
 
+@pytest.mark.parametrize(
+    ("form", "on_chip_bytes", "added_bytes"),
+    [
+        ({}, 4 * 16e6, 0.0),  # Shards of 12e6 bytes and a sum of 4e6.
+        ({}, 4 * 15e6, 12e6),
+        ({"joined": True, "chains": 2}, 4 * 16e6, 12e6),
+        ({"cut": "apart"}, 4 * 20e6, 16e6),
+        ({"collective": "reduce_scatter"}, 4 * 16e6, 8e6),
+    ],
+    ids=str,
+)
+def test_sums_and_shards_that_stay_on_chip_take_no_memory(
+    form: Any, on_chip_bytes: float, added_bytes: float
+) -> None:
+    whole = dataclasses.replace(_M, k=4000)
+    work = _work(matmuls=(whole,), shard_bytes=4e6, collective_shard_bytes=1e6, **form)
+    keeps = dataclasses.replace(_PLAIN, on_chip_bytes=on_chip_bytes, accumulator_on_chip_bytes=1e6)
+    assert estimate(work, Axis(keeps, 4)).added_bytes == pytest.approx(added_bytes)
+    comes_not = dataclasses.replace(keeps, receives_on_chip=False)
+    assert estimate(work, Axis(comes_not, 4)).added_bytes == pytest.approx(added_bytes or 12e6)
+
+
 def test_the_first_dot_waits_for_the_operand_that_all_pieces_share() -> None:
     """The weights' 2e6 bytes; a hop of 6e6 bytes that the dots do not hide gives them time to come."""
     whole = Matmul(m=4000, k=1000, n=1000)
