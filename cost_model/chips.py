@@ -202,7 +202,7 @@ _CHIPS = (
         clock_hz=2.2e9,
         dcn_bytes_per_s=6.25e9,
         dcn_latency_s=1e-5,
-        least_gain=0.02,
+        least_gain=0.01,
         least_gain_beside=0.08,
         offloaded=("all_gather", "all_reduce", "reduce_scatter"),
     ),
