@@ -75,7 +75,7 @@ class MatmulTable:
       tile: rows and columns of a tile of the result that are computed without reading an operand again.
       sums_per_s: elements of partial sums that are added up, one for each `DEPTH_BYTES` of K, where both
         operands are in main memory and tiles have to be cut along K.
-      wide_sums: how many times as many operands of four bytes make.
+      wide_sums: how many times as many there are where an operand is of four bytes.
       added_bytes_per_s: bytes of an accumulator in main memory, as often, which makes that longer; 0 where
         it does not.
       lhs_bytes_per_s, rhs_bytes_per_s: reading from main memory; an accumulator is read as the rhs.
@@ -223,7 +223,7 @@ class MatmulTable:
             step_s *= 1 + self.second_stream
             depth_bytes = k * min(lhs_width, rhs_width)
             times = max(0.0, depth_bytes / DEPTH_BYTES - 1)
-            if min(lhs_width, rhs_width) > 2:
+            if max(lhs_width, rhs_width) > 2:
                 times *= self.wide_sums
             compute_s += elements * times / self.sums_per_s
             if self.added_bytes_per_s and not accumulator_near:
