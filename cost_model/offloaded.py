@@ -14,7 +14,7 @@ from cost_model.axis import Axis
 from cost_model.hardware import Hardware, Offloaded
 from cost_model.in_turn import in_turn_estimate
 from cost_model.matmul import Matmul
-from cost_model.on_chip import Side, wholes_s
+from cost_model.on_chip import OTHER, Side, wholes_s
 from cost_model.ring import Estimate
 
 IN_TURN: Final = range(8, 17)
@@ -141,10 +141,6 @@ def offloaded_estimate(
 
 
 def _sent_side(piece: Matmul, whole: Matmul) -> Side | None:
-    """The operand that travels, and of which a piece is multiplied; None of a batch.
-
-    A batch's matrices were seen to take no longer for it.
-    """
-    if whole.batch > 1:
-        return None
-    return "lhs" if piece.m < whole.m else "rhs" if piece.n < whole.n else None
+    """The operand that travels; None of a batch, whose matrices were seen to take no longer for it."""
+    shared = piece.stationary(whole)
+    return None if shared is None or whole.batch > 1 else OTHER[shared]

@@ -134,9 +134,7 @@ def _offloaded(
     moved_bytes = moved.size * moved.dtype.itemsize
     if isinstance(chain, AllGatherDot):
         moved, sent = flow.avals[chain.wire], wire_dtype(flow, chain)
-        moved_bytes = moved.size * sent.itemsize
-        if sent == moved.dtype and may_round(flow, chain):
-            moved_bytes //= 2
+        moved_bytes = _as_gathered(flow, chain, moved.size * sent.itemsize, rounded=sent != moved.dtype)
         rounded = {} if sent == moved.dtype else dict.fromkeys(chain.blocked, sent.name)
     cut = across(flow, inner) if schedule.across else None
     share, second = (part, None) if cut is None else (Fraction(1), (cut, part))
@@ -166,9 +164,9 @@ def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis) -> WorkOf:
     sent = wire_dtype(flow, chain) if torus else wire.dtype
     rounded = {} if sent == wire.dtype else dict.fromkeys(chain.blocked, sent.name)
     gathered_bytes = gathered.size * (sent if rounded else gathered.dtype).itemsize
-    if torus and not rounded and may_round(flow, chain):
+    if torus:
         # When in doubt the original is the faster one.
-        gathered_bytes //= 2
+        gathered_bytes = _as_gathered(flow, chain, gathered_bytes, rounded=bool(rounded))
     whole = _matmuls(flow, chain, Fraction(1), rounded=rounded)
     sums = [flow.avals[flow.ops[d.op].outputs[0]] for d in chain.dots if d.dims.result_dim is None]
     accumulator = max((accumulator_dtype(s.dtype) for s in sums), key=lambda d: d.itemsize, default=None)
@@ -200,6 +198,11 @@ def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis) -> WorkOf:
         )
 
     return work
+
+
+def _as_gathered(flow: Dataflow, chain: AllGatherDot, total_bytes: int, *, rounded: bool) -> int:
+    """Bytes of an array as a TPU gathers it: the half where the compiler may round it and nothing did."""
+    return total_bytes // 2 if not rounded and may_round(flow, chain) else total_bytes
 
 
 def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
