@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
 from cost_model.on_chip import OTHER, SIDES, Side, beside_bytes, side_bytes
@@ -115,6 +116,11 @@ def _grows(work: RingWork, held_bytes: float, hardware: Hardware) -> bool:
     if work.collective != "all_gather" or work.joined:
         return False
     rows = all(piece.k == whole.k and piece.m < whole.m for piece, whole in work.pairs)
+    if not rows:
+        sums = all(piece.k < whole.k for piece, whole in work.pairs) and work.accumulators > 1
+        width = dtype_bytes(work.accumulator)
+        sum_bytes = sum(piece.batch * piece.m * piece.n * width for piece in work.piece)
+        rows = sums and sums_stay(work, sum_bytes, hardware)
     results_bytes = sum(whole.result_bytes for whole in work.matmuls)
     return rows and results_bytes + held_bytes <= hardware.results_on_chip * hardware.on_chip_bytes
 
