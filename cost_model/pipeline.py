@@ -113,7 +113,7 @@ def _strips(work: RingWork, axis: Axis) -> tuple[Matmul, ...]:
     def part(piece: Matmul, whole: Matmul) -> Matmul:
         dim = "m" if cut_side(work, axis.size, piece, whole) == "rhs" else "n"
         size = getattr(piece, dim)
-        return whole if size % LANES else dataclasses.replace(whole, **{dim: size})
+        return whole if size % LANES or not axis.hardware.cuts_on_chip else dataclasses.replace(whole, **{dim: size})
 
     return tuple(part(piece, whole) for piece, whole in work.pairs)
 
