@@ -11,9 +11,9 @@ from cost_model.ring import SHARDS_HELD, Estimate, estimate
 from cost_model.ring_work import RingWork, cut_side
 from cost_model.tile import LANES
 
-PLACING: Final = {False: 3.0, True: 1.5}
-"""Times as long as reading and writing it once takes what the compiler makes of placing a sum's shards: those
-of rows, and those of columns, by its own estimates (v4, v5e, v5p, v6e: 2.4 to 3.0, and 1.2 to 1.9)."""
+PLACING: Final = {False: 1.0, True: 0.5}
+"""Times as long as reading and writing it once takes placing a sum's shards: of main memory, and of the chip,
+where they arrive there (of compiled chunks v4 and v5p: 1.0 to 1.4, v5e and v6e: 0.5)."""
 
 
 GATHERED: Final = {False: 2.6, True: 0.6}
@@ -150,5 +150,5 @@ def _gather_s(work: RingWork, gathered_bytes: float, axis: Axis, *, across: bool
     """Seconds of one chunk's gather hops, and of copying its shards into place."""
     part_bytes = gathered_bytes / axis.size / work.columns / work.chains
     hop_s = axis.step_s(part_bytes, work.directions, work.rings)
-    copy_s = PLACING[across] * 2 * gathered_bytes / work.columns / axis.hardware.hbm_bytes_per_s
+    copy_s = PLACING[axis.hardware.keeps_sums] * 2 * gathered_bytes / work.columns / axis.hardware.hbm_bytes_per_s
     return (axis.size - 1) * work.chains * hop_s, copy_s
