@@ -10,10 +10,11 @@ import dataclasses
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
 from jax import lax
 
 from cost_model.tile import LANES
-from passes.block_eval import Piece, Read, run_on_piece
+from passes.block_eval import Piece, Read, run_on_piece, write
 from passes.chains import AllGatherDot, Chain
 from passes.gather_ring import cut, rounded, take_in
 from passes.graph import Dataflow
@@ -93,9 +94,9 @@ class _OfEveryBlock(Piece):
     def place(self, whole: Any, piece: Any, dim: int) -> Any:
         """The whole array with those parts written into it."""
         blocks = self._blocks(whole, dim)
-        start = int(self.part.start * blocks.shape[dim + 1])
-        parts_of_blocks = self._blocks(piece, dim)
-        return _joined(lax.dynamic_update_slice_in_dim(blocks, parts_of_blocks, start, dim + 1), dim)
+        starts = [np.int32(0)] * blocks.ndim
+        starts[dim + 1] = np.int32(int(self.part.start * blocks.shape[dim + 1]))
+        return _joined(write(blocks, self._blocks(piece, dim), starts, self.places), dim)
 
     def _blocks(self, array: Any, dim: int) -> Any:
         """The array with a dim of its own for the devices."""

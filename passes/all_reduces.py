@@ -19,7 +19,7 @@ from jax import lax
 
 from cost_model.tile import LANES
 from passes import shims
-from passes.block_eval import Piece, Read, accumulator_dtype, cut_once, run_on_piece
+from passes.block_eval import Piece, Read, accumulator_dtype, blank, cut_once, run_on_piece, write
 from passes.chains import AllGatherDot, Chain, DotPsum, DotReduceScatter
 from passes.gather_ring import cut, own_block, rounded, take_in
 from passes.graph import Dataflow, Operand
@@ -136,15 +136,52 @@ def sums_in_turn(
     strips = across(flow, scatter) if schedule.across else None
     dim = chain.collective.dim if strips is None else strips.result_dim
     last = None
+    placed = _Placed(flow, op.outputs[0], dim, turns)
     for piece, read_piece in _pieces_of_sum(flow, chain, scatter, schedule, strips, read, turns):
         later = dataclasses.replace(piece, later=turns.nothing_of(last))
         last = _sum_of(flow, scatter, later, read_piece, widened)
         with turns.scope():
             last = lax.convert_element_type(last, flow.aval(op.inputs[0]).dtype)
         turns.send(last)
-    with turns.scope():
-        # All at the end: to place each where it belongs is work that the next product would wait behind.
-        return {op.outputs[0]: lax.concatenate(turns.arrived, dim)}
+        if isinstance(chain, DotPsum):
+            placed.but(2)
+    return {op.outputs[0]: placed.all()}
+
+
+class _Placed:
+    """What has arrived of a value, put together along a dim.
+
+    Where no barrier holds, all of it at the end: to place a piece is work that the next product would wait
+    behind. A TPU's compiler would hold all pieces till then.
+    """
+
+    def __init__(self, flow: Dataflow, value: int, dim: int, turns: Turns) -> None:
+        self._dim, self._turns = dim, turns
+        self._in_place = not flow.differentiable and shims.on_tpu(flow.avals[value])
+        self._whole = blank(flow, value) if self._in_place else None
+        self._number = self._start = 0
+
+    def but(self, later: int) -> None:
+        """Places what has arrived but so many of the last, before the next one of those is taken to be there."""
+        if self._in_place and len(self._turns.arrived) > later:
+            self._place(len(self._turns.arrived) - later)
+            (self._whole,) = self._turns.hold(self._whole, sent_since=later - 1)
+
+    def all(self) -> Any:
+        """The whole value."""
+        with self._turns.scope():
+            if not self._in_place:
+                return lax.concatenate(self._turns.arrived, self._dim)
+            self._place(len(self._turns.arrived))
+            return self._whole
+
+    def _place(self, end: int) -> None:
+        for piece in self._turns.arrived[self._number : end]:
+            starts = [np.int32(0)] * piece.ndim
+            starts[self._dim] = np.int32(self._start)
+            self._whole = write(self._whole, piece, starts, self._turns.places)
+            self._start += piece.shape[self._dim]
+        self._number = end
 
 
 def _pieces_of_sum(

@@ -21,6 +21,7 @@ from passes.block_eval import (
     chain_scope,
     cut_once,
     tie,
+    write,
 )
 from passes.chains import DotPsum
 from passes.graph import Dataflow, Operand
@@ -282,10 +283,7 @@ class _Pipeline:
             if self.cut_across is not None:
                 other = self.cut_across.result_dim
                 starts[other] = lax.convert_element_type(self._start_of(number, shard.shape[other]), np.int32)
-            if shims.on_tpu(self.operand_aval):
-                # A constant start makes a loop of the write, two or three times as long as it by itself.
-                starts = list(tie(*starts))
-            result = lax.dynamic_update_slice(result, shard, starts, allow_negative_indices=False)
+            result = write(result, shard, starts, piece.places)
         return result
 
     def _gather_hops(self, shards: list[Any]) -> list[Any]:
