@@ -91,7 +91,7 @@ class _OfEveryBlock(Piece):
         blocks = self._blocks(whole, dim)
         return _joined(cut(blocks, dim + 1, self.part), dim)
 
-    def place(self, whole: Any, piece: Any, dim: int) -> Any:
+    def place(self, whole: Any, piece: Any, dim: int, *, apart: bool = False) -> Any:
         """The whole array with those parts written into it."""
         blocks = self._blocks(whole, dim)
         starts = [np.int32(0)] * blocks.ndim

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from passes import shims
@@ -57,10 +58,13 @@ class Piece:
         start = self.offset(size) if self.later is None else jnp.add(self.offset(size), self.later)
         return lax.dynamic_slice_in_dim(whole, start, length, dim, allow_negative_indices=False)
 
-    def place(self, whole: Any, piece: Any, dim: int) -> Any:
-        """The whole array with the piece written into it."""
-        offset = self.offset(whole.shape[dim])
-        return lax.dynamic_update_slice_in_dim(whole, piece, offset, dim, allow_negative_indices=False)
+    def place(self, whole: Any, piece: Any, dim: int, *, apart: bool = False) -> Any:
+        """The whole array with the piece written into it, apart from the operation that made it or with it."""
+        starts: list[Any] = [np.int32(0)] * whole.ndim
+        starts[dim] = self.offset(whole.shape[dim])
+        if apart:
+            return write(whole, piece, starts, self.places)
+        return lax.dynamic_update_slice(whole, piece, starts, allow_negative_indices=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,12 +82,13 @@ class Joined:
         """The pieces of a whole array."""
         return lax.concatenate([piece.of(whole, dim) for piece in self.pieces], dim)
 
-    def place(self, whole: Any, joined: Any, dim: int) -> Any:
+    def place(self, whole: Any, joined: Any, dim: int, *, apart: bool = False) -> Any:
         """The whole array with the pieces written into it."""
         start = 0
         for piece in self.pieces:
             end = start + int(whole.shape[dim] * piece.share)
-            whole = piece.place(whole, lax.slice_in_dim(joined, start, end, axis=dim), dim)
+            part = lax.slice_in_dim(joined, start, end, axis=dim)
+            whole = piece.place(whole, part, dim, apart=apart)
             start = end
         return whole
 

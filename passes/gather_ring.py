@@ -342,7 +342,8 @@ def take_in(
     pieces = dict(at_hand)
     run_on_piece(flow, chain.after, pieces, piece, read)
     for value in chain.handed_out:
-        _place(flow, value, chain.blocked[value], pieces[value], piece, results)
+        # What a dot makes it may write where it belongs; no dot makes these.
+        _place(flow, value, chain.blocked[value], pieces[value], piece, results, apart=True)
     run_on_piece(flow, chain.dots, pieces, piece, read, widened=summed)
     run_on_piece(flow, chain.epilogue, pieces, piece, read)
     for block in (*chain.dots, *chain.epilogue):
@@ -357,6 +358,15 @@ def take_in(
     return results
 
 
-def _place(flow: Dataflow, value: int, dim: int, part: Any, piece: Piece | Joined, results: Results) -> None:
+def _place(
+    flow: Dataflow,
+    value: int,
+    dim: int,
+    part: Any,
+    piece: Piece | Joined,
+    results: Results,
+    *,
+    apart: bool = False,
+) -> None:
     whole = results[value] if value in results else blank(flow, value)
-    results[value] = piece.place(whole, part, dim)
+    results[value] = piece.place(whole, part, dim, apart=apart)
