@@ -31,9 +31,8 @@ of three it was seen to begin it before the last."""
 LEAST_ROWS: Final = 128
 """Of such multiples are a psum's pieces of rows."""
 
-PLACING: Final = 2.5
-"""Times as long as reading and writing them once takes what the TPU compiler makes of placing pieces of rows
-of a result, by its own estimates (7x: 2.4 to 2.6)."""
+PLACING: Final = 1.0
+"""Times as long as reading and writing them once takes placing pieces of rows of a result (7x: 1.0)."""
 
 CUTTING: Final = 1.3
 """The same of cutting strips out of what travels."""

@@ -142,6 +142,9 @@ def sums_in_turn(
         last = _sum_of(flow, scatter, later, read_piece, widened)
         with turns.scope():
             last = lax.convert_element_type(last, flow.aval(op.inputs[0]).dtype)
+            if strips is not None and placed.in_place:
+                # Else the compiler may lay strips out by columns, and turns each round to place it.
+                last = shims.row_major(last)
         turns.send(last)
         if isinstance(chain, DotPsum):
             placed.but(2)
@@ -157,20 +160,20 @@ class _Placed:
 
     def __init__(self, flow: Dataflow, value: int, dim: int, turns: Turns) -> None:
         self._dim, self._turns = dim, turns
-        self._in_place = not flow.differentiable and shims.on_tpu(flow.avals[value])
-        self._whole = blank(flow, value) if self._in_place else None
+        self.in_place = not flow.differentiable and shims.on_tpu(flow.avals[value])
+        self._whole = blank(flow, value) if self.in_place else None
         self._number = self._start = 0
 
     def but(self, later: int) -> None:
         """Places what has arrived but so many of the last, before the next one of those is taken to be there."""
-        if self._in_place and len(self._turns.arrived) > later:
+        if self.in_place and len(self._turns.arrived) > later:
             self._place(len(self._turns.arrived) - later)
             (self._whole,) = self._turns.hold(self._whole, sent_since=later - 1)
 
     def all(self) -> Any:
         """The whole value."""
         with self._turns.scope():
-            if not self._in_place:
+            if not self.in_place:
                 return lax.concatenate(self._turns.arrived, self._dim)
             self._place(len(self._turns.arrived))
             return self._whole

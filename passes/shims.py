@@ -217,15 +217,15 @@ def start_ppermute(value: Any, names: tuple[str, ...], pairs: Sequence[tuple[int
     the operand of the matmul that is to run beside it.
     """
     assert _START is not None
-    return _START(_row_major(value), names, pairs)
+    return _START(row_major(value), names, pairs)
 
 
 def finish_ppermute(future: Any) -> Any:
     """What has arrived."""
-    return _row_major(future.done())
+    return row_major(future.done())
 
 
-def _row_major(value: Any) -> Any:
+def row_major(value: Any) -> Any:
     """The value in one layout on both ends of a started hop.
 
     The TPU compiler lays its operand and its result out apart, and then refuses where they differ.
