@@ -113,7 +113,11 @@ def _strips(work: RingWork, axis: Axis) -> tuple[Matmul, ...]:
     def part(piece: Matmul, whole: Matmul) -> Matmul:
         dim = "m" if cut_side(work, axis.size, piece, whole) == "rhs" else "n"
         size = getattr(piece, dim)
-        return whole if size % LANES or not axis.hardware.cuts_on_chip else dataclasses.replace(whole, **{dim: size})
+        return (
+            whole
+            if size % LANES or not axis.hardware.cuts_on_chip
+            else dataclasses.replace(whole, **{dim: size})
+        )
 
     return tuple(part(piece, whole) for piece, whole in work.pairs)
 
@@ -150,5 +154,7 @@ def _gather_s(work: RingWork, gathered_bytes: float, axis: Axis, *, across: bool
     """Seconds of one chunk's gather hops, and of copying its shards into place."""
     part_bytes = gathered_bytes / axis.size / work.columns / work.chains
     hop_s = axis.step_s(part_bytes, work.directions, work.rings)
-    copy_s = PLACING[axis.hardware.keeps_sums] * 2 * gathered_bytes / work.columns / axis.hardware.hbm_bytes_per_s
+    copy_s = (
+        PLACING[axis.hardware.keeps_sums] * 2 * gathered_bytes / work.columns / axis.hardware.hbm_bytes_per_s
+    )
     return (axis.size - 1) * work.chains * hop_s, copy_s

@@ -27,6 +27,7 @@ from passes.block_eval import (
     cut_once,
     run_on_piece,
     tie,
+    write,
 )
 from passes.chains import DotReduceScatter
 from passes.graph import Dataflow, Operand
@@ -267,7 +268,9 @@ class _Ring:
             result = blank_of(tuple(shape), result, differentiable=self.flow.differentiable)
             start = 0
             for shard in shards:
-                result = lax.dynamic_update_slice_in_dim(result, shard, start, self.dim)
+                starts = [np.int32(0)] * result.ndim
+                starts[self.dim] = np.int32(start)
+                result = write(result, shard, starts, self.rings[0])
                 start += shard.shape[self.dim]
         return result if collective.tiled else lax.squeeze(result, (collective.dim,))
 
