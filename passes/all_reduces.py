@@ -165,7 +165,7 @@ class _Placed:
         self._number = self._start = 0
 
     def but(self, later: int) -> None:
-        """Places what has arrived but so many of the last, before the next one of those is taken to be there."""
+        """Places what has arrived, but so many of the last, before the first of those is waited for."""
         if self.in_place and len(self._turns.arrived) > later:
             self._place(len(self._turns.arrived) - later)
             (self._whole,) = self._turns.hold(self._whole, sent_since=later - 1)

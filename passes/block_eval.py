@@ -59,7 +59,7 @@ class Piece:
         return lax.dynamic_slice_in_dim(whole, start, length, dim, allow_negative_indices=False)
 
     def place(self, whole: Any, piece: Any, dim: int, *, apart: bool = False) -> Any:
-        """The whole array with the piece written into it, apart from the operation that made it or with it."""
+        """The whole array with the piece written into it, by its maker or apart from that."""
         starts: list[Any] = [np.int32(0)] * whole.ndim
         starts[dim] = self.offset(whole.shape[dim])
         if apart:
