@@ -49,7 +49,7 @@ def test_only_the_last_gather_of_a_compute_bound_psum_is_exposed() -> None:
     chain, form = chunks(8, k=16384)
     priced = price(chain, form, RING)
     last_s = 15 * (V_BYTES / 16 / 2 / 8) / 9e10
-    placed_s = PLACING[True] * 2 * V_BYTES / V5P.hbm_bytes_per_s
+    placed_s = PLACING[V5P.keeps_sums] * 2 * V_BYTES / V5P.hbm_bytes_per_s
     (work,) = works(chain, form, RING)
     scatter = estimate(of_strips(work), RING)
     assert last_gather_s(work, V_BYTES, RING, across=True) == pytest.approx(last_s)
@@ -81,7 +81,7 @@ def test_the_strip_of_an_operand_that_a_chunk_takes_stays_on_chip_if_it_fits() -
     (work,) = works(chain, form, RING)
     near, far = (8 * estimate(each, RING).partials_s for each in (of_strips(work), work))
     assert near < 0.97 * far
-    placed_s = PLACING[True] * 2 * V_BYTES / V5P.hbm_bytes_per_s
+    placed_s = PLACING[V5P.keeps_sums] * 2 * V_BYTES / V5P.hbm_bytes_per_s
     assert 8 * price(chain, form, RING).partials_s == pytest.approx(near + 8 * placed_s)
     chain, form = chunks(2, k=16384)
     (work,) = works(chain, form, RING)
@@ -93,7 +93,7 @@ def test_a_strip_that_ends_within_a_tile_is_not_fetched() -> None:
     chain, form = chain_of("dot_psum", 8192, 16384, 8000), Form(directions=2, columns=8, across=True)
     (work,) = works(chain, form, RING)
     assert estimate(of_strips(work), RING).partials_s < 0.97 * estimate(work, RING).partials_s
-    placed_s = PLACING[True] * 2 * chain.moved_bytes / V5P.hbm_bytes_per_s
+    placed_s = PLACING[V5P.keeps_sums] * 2 * chain.moved_bytes / V5P.hbm_bytes_per_s
     partials_s = price(chain, form, RING).partials_s
     assert partials_s == pytest.approx(estimate(work, RING).partials_s + placed_s)
 

@@ -141,6 +141,15 @@ def placed_alone(module: Module, computation: Computation) -> int:
     return found
 
 
+def placed_by_loops(module: Module) -> int:
+    """How many fusions do nothing but place something, which compilers make slow loops of."""
+    return sum(
+        instruction.opcode == "fusion" and places(module, instruction)
+        for name in runs(module)
+        for instruction in module.computation(name).instructions
+    )
+
+
 def permutes(module: Module) -> int:
     """Hops of one device, those in loops as often as they run."""
     return sum(
@@ -179,6 +188,13 @@ def test_what_is_gathered_of_a_chunk_is_placed_beside_the_hops_of_the_next(name:
     )
     # What comes last of all, by both ways, has no hop to hide behind.
     assert alone <= form["directions"]
+
+
+@needs_libtpu
+@pytest.mark.skipif(not shims.EXPLICIT_STARTS, reason="without starts of their own psums go in one chunk")
+@pytest.mark.parametrize("name", CHUNKS)
+def test_shards_of_a_psum_are_placed_by_writes_of_their_own(name: str) -> None:
+    assert placed_by_loops(compiled()[name]) == 0
 
 
 @needs_libtpu
