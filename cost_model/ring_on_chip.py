@@ -112,17 +112,20 @@ def _read_by_blocks(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul
 
 
 def _grows(work: RingWork, held_bytes: float, hardware: Hardware) -> bool:
-    """Whether a gather's results of rows are put together on chip, as all fit there beside what is held."""
+    """Whether a gather's results are put together on chip, as all fit there beside what is held.
+
+    Those of rows, and those of sums that stay there, if each piece has its own: those of one sum for all
+    pieces its last dot was seen to write to main memory itself.
+    """
     if work.collective != "all_gather" or work.joined:
         return False
     rows = all(piece.k == whole.k and piece.m < whole.m for piece, whole in work.pairs)
-    if not rows:
-        sums = all(piece.k < whole.k for piece, whole in work.pairs) and work.accumulators > 1
-        width = dtype_bytes(work.accumulator)
-        sum_bytes = sum(piece.batch * piece.m * piece.n * width for piece in work.piece)
-        rows = sums and sums_stay(work, sum_bytes, hardware)
+    apart = work.accumulators > 1 and all(piece.k < whole.k for piece, whole in work.pairs)
+    sum_bytes = sum(p.batch * p.m * p.n for p in work.piece) * dtype_bytes(work.accumulator)
+    if not (rows or (apart and sums_stay(work, sum_bytes, hardware))):
+        return False
     results_bytes = sum(whole.result_bytes for whole in work.matmuls)
-    return rows and results_bytes + held_bytes <= hardware.results_on_chip * hardware.on_chip_bytes
+    return results_bytes + held_bytes <= hardware.results_on_chip * hardware.on_chip_bytes
 
 
 def sums_stay(work: RingWork, sum_bytes: float, hardware: Hardware) -> bool:

@@ -141,3 +141,14 @@ def test_a_psum_s_gathered_shards_are_copied(chip: str, size: float, slowness: f
     assert found.partials_s == pytest.approx(slowness * 2 * size / axis.hardware.hbm_bytes_per_s)
     assert found.overlapped_s == pytest.approx(found.collective_s + found.partials_s)
     assert found.dot_s == found.hops_s == 0
+
+
+def test_where_no_dot_reads_a_part_of_what_is_on_chip_a_strip_is_not_fetched() -> None:
+    chain, form = chunks(8, k=16384)
+    hardware = dataclasses.replace(V5P, cuts_on_chip=False)
+    axis = Axis(hardware, 16)
+    (work,) = works(chain, form, axis)
+    assert estimate(of_strips(work), axis).partials_s < 0.97 * estimate(work, axis).partials_s
+    placed_s = PLACING[V5P.keeps_sums] * 2 * V_BYTES / V5P.hbm_bytes_per_s
+    expected_s = estimate(work, axis).partials_s + placed_s
+    assert price(chain, form, axis).partials_s == pytest.approx(expected_s)
