@@ -31,11 +31,9 @@ of three it was seen to begin it before the last."""
 LEAST_ROWS: Final = 128
 """Of such multiples are a psum's pieces of rows."""
 
-PLACING: Final = 1.0
-"""Times as long as reading and writing them once takes placing pieces of rows of a result (7x: 1.0)."""
-
 CUTTING: Final = 1.3
-"""The same of cutting strips out of what travels."""
+"""Times as long as reading and writing them once takes what the TPU compiler makes of cutting strips out of
+what travels. Placing pieces of rows takes just reading and writing them (7x)."""
 
 
 def is_offloaded(collective: Offloaded, axis: Axis) -> bool:
@@ -99,7 +97,7 @@ def offloaded_estimate(
     }[collective]
     hop_s = whole_s(moved_bytes / pieces)
 
-    def copied_s(size: float, slowness: float) -> float:
+    def copied_s(size: float, slowness: float = 1.0) -> float:
         return slowness * 2 * size / hardware.hbm_bytes_per_s
 
     results_bytes = sum(matmul.result_bytes for matmul in matmuls)
@@ -109,17 +107,17 @@ def offloaded_estimate(
     added_bytes = min(1.0, 2 / pieces) * moved_bytes - moved_bytes
     cut_s = 0.0
     if not gathers:
-        place_s = copied_s(results_bytes / pieces, PLACING) + hardware.copy_overhead_s
+        place_s = copied_s(results_bytes / pieces) + hardware.copy_overhead_s
         cut_s = hardware.copy_overhead_s if across else 0.0
     elif across:
         before_s = copied_s(moved_bytes / axis.size, CUTTING)
         added_bytes += moved_bytes / axis.size
         plain = all(m.batch == 1 and not m.lhs_dtype and not m.rhs_dtype for m in matmuls)
         if not (plain and hardware.places_strips):
-            after_s = copied_s(results_bytes, 1.0)
+            after_s = copied_s(results_bytes)
             added_bytes += results_bytes
     else:
-        place_s = copied_s(results_bytes / pieces, PLACING)
+        place_s = copied_s(results_bytes / pieces)
         added_bytes += results_bytes / pieces
     sent = _sent_side(piece[0], matmuls[0]) if gathers else None
     first_s = wholes_s(piece, hardware, hop_s if gathers else 0.0, sent)

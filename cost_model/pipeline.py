@@ -15,7 +15,6 @@ PLACING: Final = {False: 1.0, True: 0.5}
 """Times as long as reading and writing it once takes placing a sum's shards: of main memory, and of the chip,
 where they arrive there (of compiled chunks v4 and v5p: 1.0 to 1.4, v5e and v6e: 0.5)."""
 
-
 GATHERED: Final = {False: 2.6, True: 0.6}
 """The same of the gathered shards of a psum in one column (v4: 1.8 to 2.7, v5p: 2.6 to 3.0, v5e and v6e: 2.4
 to 2.6), and of those that fit on chip (v5e, v6e: 0.5 to 0.7)."""
@@ -107,17 +106,15 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
 def _strips(work: RingWork, axis: Axis) -> tuple[Matmul, ...]:
     """Of each matmul the part that makes a chunk of the result's columns.
 
-    An operand of which that is no whole tiles stays where it is: no such part of it is fetched.
+    An operand of which that is no whole tiles stays where it is: no such part of it is fetched; and none is
+    where no dot reads a part of what lies on chip.
     """
 
     def part(piece: Matmul, whole: Matmul) -> Matmul:
         dim = "m" if cut_side(work, axis.size, piece, whole) == "rhs" else "n"
         size = getattr(piece, dim)
-        return (
-            whole
-            if size % LANES or not axis.hardware.cuts_on_chip
-            else dataclasses.replace(whole, **{dim: size})
-        )
+        fetched = size % LANES == 0 and axis.hardware.cuts_on_chip
+        return dataclasses.replace(whole, **{dim: size}) if fetched else whole
 
     return tuple(part(piece, whole) for piece, whole in work.pairs)
 
@@ -154,7 +151,6 @@ def _gather_s(work: RingWork, gathered_bytes: float, axis: Axis, *, across: bool
     """Seconds of one chunk's gather hops, and of copying its shards into place."""
     part_bytes = gathered_bytes / axis.size / work.columns / work.chains
     hop_s = axis.step_s(part_bytes, work.directions, work.rings)
-    copy_s = (
-        PLACING[axis.hardware.keeps_sums] * 2 * gathered_bytes / work.columns / axis.hardware.hbm_bytes_per_s
-    )
+    hardware = axis.hardware
+    copy_s = PLACING[hardware.keeps_sums] * 2 * gathered_bytes / work.columns / hardware.hbm_bytes_per_s
     return (axis.size - 1) * work.chains * hop_s, copy_s

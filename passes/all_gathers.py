@@ -92,11 +92,10 @@ class _OfEveryBlock(Piece):
         return _joined(cut(blocks, dim + 1, self.part), dim)
 
     def place(self, whole: Any, piece: Any, dim: int, *, apart: bool = False) -> Any:
-        """The whole array with those parts written into it."""
+        """The whole array with those parts written into it; always apart, for no dot writes to all blocks."""
         blocks = self._blocks(whole, dim)
-        starts = [np.int32(0)] * blocks.ndim
-        starts[dim + 1] = np.int32(int(self.part.start * blocks.shape[dim + 1]))
-        return _joined(write(blocks, self._blocks(piece, dim), starts, self.places), dim)
+        start = np.int32(int(self.part.start * blocks.shape[dim + 1]))
+        return _joined(write(blocks, self._blocks(piece, dim), {dim + 1: start}, self.places), dim)
 
     def _blocks(self, array: Any, dim: int) -> Any:
         """The array with a dim of its own for the devices."""

@@ -19,7 +19,7 @@ from jax import lax
 
 from cost_model.tile import LANES
 from passes import shims
-from passes.block_eval import Piece, Read, accumulator_dtype, blank, cut_once, run_on_piece, write
+from passes.block_eval import Piece, Read, accumulator_dtype, blank, cut_once, run_on_piece, write_in_a_row
 from passes.chains import AllGatherDot, Chain, DotPsum, DotReduceScatter
 from passes.gather_ring import cut, own_block, rounded, take_in
 from passes.graph import Dataflow, Operand
@@ -179,11 +179,10 @@ class _Placed:
             return self._whole
 
     def _place(self, end: int) -> None:
-        for piece in self._turns.arrived[self._number : end]:
-            starts = [np.int32(0)] * piece.ndim
-            starts[self._dim] = np.int32(self._start)
-            self._whole = write(self._whole, piece, starts, self._turns.places)
-            self._start += piece.shape[self._dim]
+        pieces = self._turns.arrived[self._number : end]
+        self._whole, self._start = write_in_a_row(
+            self._whole, pieces, self._dim, self._start, self._turns.places
+        )
         self._number = end
 
 

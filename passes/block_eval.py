@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -60,11 +60,10 @@ class Piece:
 
     def place(self, whole: Any, piece: Any, dim: int, *, apart: bool = False) -> Any:
         """The whole array with the piece written into it, by its maker or apart from that."""
-        starts: list[Any] = [np.int32(0)] * whole.ndim
-        starts[dim] = self.offset(whole.shape[dim])
+        offset = self.offset(whole.shape[dim])
         if apart:
-            return write(whole, piece, starts, self.places)
-        return lax.dynamic_update_slice(whole, piece, starts, allow_negative_indices=False)
+            return write(whole, piece, {dim: offset}, self.places)
+        return lax.dynamic_update_slice_in_dim(whole, piece, offset, dim, allow_negative_indices=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -200,19 +199,28 @@ def blank_of(shape: tuple[int, ...], like: Any, *, differentiable: bool) -> Any:
     return as_varying(array, shims.varying_axes(jax.typeof(like) if hasattr(like, "aval") else like))
 
 
-def write(whole: Any, part: Any, starts: Sequence[Any], places: Places) -> Any:
-    """The whole array with a part of it written from these starts, one per dim.
+def write(whole: Any, part: Any, starts: Mapping[int, Any], places: Places) -> Any:
+    """The whole array with a part of it written from these starts, by dim; from 0 in the others.
 
     Of a write from constant starts TPU compilers make a loop, two or three times as long by their own
     estimates as the write by itself takes at the speed of the memory.
     """
     kind = jax.typeof(whole)
+    indices: list[Any] = [starts.get(dim, np.int32(0)) for dim in range(whole.ndim)]
     if shims.on_tpu(kind):
         nothing = places.nothing
         others = shims.varying_axes(jax.typeof(nothing)) - shims.varying_axes(kind)
         nothing = shims.as_invarying(nothing, sorted(others)) if others else nothing
-        starts = [lax.add(start, nothing) for start in starts]
-    return lax.dynamic_update_slice(whole, part, starts, allow_negative_indices=False)
+        indices = [lax.add(index, nothing) for index in indices]
+    return lax.dynamic_update_slice(whole, part, indices, allow_negative_indices=False)
+
+
+def write_in_a_row(whole: Any, parts: Iterable[Any], dim: int, start: int, places: Places) -> tuple[Any, int]:
+    """The whole array with parts of it written one after the other along a dim, and where they end."""
+    for part in parts:
+        whole = write(whole, part, {dim: np.int32(start)}, places)
+        start += part.shape[dim]
+    return whole, start
 
 
 @contextlib.contextmanager

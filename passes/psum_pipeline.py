@@ -278,8 +278,7 @@ class _Pipeline:
         """The result with the shards written into it that have come ``step`` places along their rings."""
         for part, shard in zip(self.divided, shards, strict=True):
             piece, dim = self._piece(part, part.step * step, number), self.collective.dim
-            starts: list[Any] = [np.int32(0)] * result.ndim
-            starts[dim] = piece.offset(result.shape[dim])
+            starts = {dim: piece.offset(result.shape[dim])}
             if self.cut_across is not None:
                 other = self.cut_across.result_dim
                 starts[other] = lax.convert_element_type(self._start_of(number, shard.shape[other]), np.int32)

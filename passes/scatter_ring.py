@@ -27,7 +27,7 @@ from passes.block_eval import (
     cut_once,
     run_on_piece,
     tie,
-    write,
+    write_in_a_row,
 )
 from passes.chains import DotReduceScatter
 from passes.graph import Dataflow, Operand
@@ -266,12 +266,7 @@ class _Ring:
             shape = list(result.shape)
             shape[self.dim] = sum(shard.shape[self.dim] for shard in shards)
             result = blank_of(tuple(shape), result, differentiable=self.flow.differentiable)
-            start = 0
-            for shard in shards:
-                starts = [np.int32(0)] * result.ndim
-                starts[self.dim] = np.int32(start)
-                result = write(result, shard, starts, self.rings[0])
-                start += shard.shape[self.dim]
+            result, _ = write_in_a_row(result, shards, self.dim, 0, self.rings[0])
         return result if collective.tiled else lax.squeeze(result, (collective.dim,))
 
 

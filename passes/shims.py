@@ -226,9 +226,10 @@ def finish_ppermute(future: Any) -> Any:
 
 
 def row_major(value: Any) -> Any:
-    """The value in one layout on both ends of a started hop.
+    """The value, laid out by rows.
 
-    The TPU compiler lays its operand and its result out apart, and then refuses where they differ.
+    The TPU compiler lays the operand and the result of a started hop out apart, and then refuses where they
+    differ.
     """
     from jax.experimental.layout import Layout, with_layout_constraint
 

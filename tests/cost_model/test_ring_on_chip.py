@@ -152,17 +152,8 @@ def test_results_of_rows_grow_there_beside_what_is_held(joined: bool) -> None:
 def test_results_of_sums_grow_there_if_each_piece_has_its_own_and_they_stay(
     accumulators: int, grow: bool
 ) -> None:
-    """x[400, 4000] gathered on columns, times w[4000, 500]: results of 0.4e6 bytes, sums of 0.4e6 each."""
-    whole = Matmul(m=400, k=4000, n=500)
-    work = RingWork(
-        collective="all_gather",
-        shard_bytes=1e6,
-        collective_shard_bytes=1e6,
-        matmuls=(whole,),
-        piece=(dataclasses.replace(whole, k=1000, n=250),),
-        directions=2,
-        accumulators=accumulators,
-    )
-    roomy = dataclasses.replace(ROOM, accumulator_on_chip_bytes=1e6, results_on_chip=1.0, on_chip_bytes=1e8)
+    """Results of 1e6 bytes, sums of 2e6 each."""
+    work = gather(directions=2, accumulators=accumulators)
+    roomy = dataclasses.replace(ROOM, accumulator_on_chip_bytes=4e6, results_on_chip=1.0, on_chip_bytes=1e8)
     assert on_chip(work, 4, roomy).results is grow
-    assert not on_chip(work, 4, dataclasses.replace(roomy, accumulator_on_chip_bytes=0.7e6)).results
+    assert not on_chip(work, 4, dataclasses.replace(roomy, accumulator_on_chip_bytes=3.9e6)).results
