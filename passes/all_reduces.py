@@ -142,8 +142,8 @@ def sums_in_turn(
         last = _sum_of(flow, scatter, later, read_piece, widened)
         with turns.scope():
             last = lax.convert_element_type(last, flow.aval(op.inputs[0]).dtype)
-            if strips is not None and placed.in_place:
-                # Else the compiler may lay strips out by columns, and turns each round to place it.
+            if placed.in_place:
+                # Else the compiler may lay pieces out by columns, and turns each round to place it.
                 last = shims.row_major(last)
         turns.send(last)
         if isinstance(chain, DotPsum):
