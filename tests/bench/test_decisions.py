@@ -24,8 +24,7 @@ from bench.schedules.case import SLICES, Slice
 from bench.schedules.run import RESULTS, ROOT
 from cost_model import Estimate
 from overlap import overlap_collectives, tpu_target
-
-needs_libtpu = pytest.mark.skipif(tpu_target.missing() is not None, reason="needs libtpu")
+from tests.libtpu import needs_libtpu
 
 V5E = next(where for where in SLICES if str(where) == "v5e:4x4")
 CHAIN = Drawn(slice=V5E, pattern="gather_free", m=4096, k=1024, n=512)

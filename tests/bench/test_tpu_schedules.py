@@ -24,6 +24,7 @@ from bench.schedules.rows import AUTO, AUTOMATIC, ORIGINAL, POST_SPMD, TEXTBOOK,
 from cost_model import by_name
 from overlap import tpu_target
 from overlap.hlo.parse import parse
+from tests.libtpu import needs_libtpu
 
 VERSIONS = {"overlap-collectives": "0", "jax": "1", "date": "2026-01-01"}
 
@@ -411,7 +412,7 @@ def test_the_gpu_rows_have_every_pattern_in_two_sizes() -> None:
 # With the compiler.
 
 
-@pytest.mark.skipif(tpu_target.missing() is not None, reason="needs libtpu")
+@needs_libtpu
 def test_a_row_is_measured_by_the_compiler() -> None:
     where = SLICES[4]
     case = Case(slice=where, pattern="gather_free", width=Width("w", 1024, 8192, False), tokens=256)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cost_model import by_name
 from cost_model.topology import Place, Topology
 from overlap import tpu_target
+from tests.libtpu import needs_libtpu
 
 _V4, _V5E, _V5P, _7X = by_name("tpu_v4"), by_name("tpu_v5e"), by_name("tpu_v5p"), by_name("tpu_7x")
 _H100, _CPU = by_name("h100"), by_name("cpu")
@@ -244,7 +245,7 @@ def test_impossible_questions_are_refused() -> None:
         Topology.torus((0, 4), _V5E)
 
 
-@pytest.mark.skipif(tpu_target.missing() is not None, reason=str(tpu_target.missing()))
+@needs_libtpu
 @pytest.mark.parametrize(
     ("slice_name", "hardware", "shape", "wraparound", "cores"),
     [

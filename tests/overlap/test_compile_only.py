@@ -1,6 +1,5 @@
 """Compile-only TPU devices: decided by the kind of the mesh's devices, compiled by the real TPU compiler."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,13 +10,9 @@ from typing import Any
 import pytest
 
 from overlap import tpu_target
+from tests.libtpu import needs_libtpu
 
 ROOT = Path(__file__).resolve().parents[2]
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed (Linux x86-64 only: pip install 'overlap-collectives[tpu]')",
-)
 
 SCRIPT = """
 import json, sys

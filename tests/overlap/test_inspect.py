@@ -18,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 import overlap
 from overlap import tpu_slice, tpu_target
 from overlap.inspection import devices_of
+from tests.libtpu import needs_libtpu
 from tests.overlap import timelines
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,7 +194,7 @@ print(json.dumps({"same": same, **json.loads(found.to_json())["inspections"][0]}
 """
 
 
-@pytest.mark.skipif(tpu_target.missing() is not None, reason=str(tpu_target.missing()))
+@needs_libtpu
 def test_for_a_pod_that_is_not_there(tmp_path: Path) -> None:
     environment = {**os.environ, **tpu_target.ENVIRONMENT, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "trace.json")]

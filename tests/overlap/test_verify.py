@@ -24,8 +24,9 @@ from jax import lax
 from overlap import overlap_collectives, tpu_target
 from overlap.schedule_cache import VARIABLE
 from overlap.trials import progress
+from tests.libtpu import needs_libtpu
 from tests.overlap.mlp import check, hops, mesh_of, mlp, reference
-from tests.overlap.test_compile_only import ROOT, needs_libtpu
+from tests.overlap.test_compile_only import ROOT
 from tests.overlap.trial_programs import Compiler, chain, gather, mapped, trials
 
 NO_MEMORY = jax.errors.JaxRuntimeError("INTERNAL: the compiler gave up")

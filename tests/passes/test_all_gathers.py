@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from cost_model import Axis, by_name
-from overlap import tpu_target
 from passes.candidates import candidates
 from passes.schedule import RingSchedule
+from tests.libtpu import needs_libtpu
 from tests.passes import bodies, spmd
 from tests.passes.hop_count import hops
 from tests.passes.ring_patterns import (
@@ -176,7 +176,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.skipif(tpu_target.missing() is not None, reason=str(tpu_target.missing()))
+@needs_libtpu
 def test_sparse_cores_work_beside_the_dots() -> None:
     """What `Hardware.offloaded` says of TPU7x, by its compiler: alone a collective is waited for."""
     found = told_by(SCRIPT, "tpu7x:2x2x1", "tpu_7x")
@@ -189,7 +189,7 @@ def test_sparse_cores_work_beside_the_dots() -> None:
         assert ours[1] < 0.7 * original[1]
 
 
-@pytest.mark.skipif(tpu_target.missing() is not None, reason=str(tpu_target.missing()))
+@needs_libtpu
 def test_on_v5e_dots_run_all_gathers_beside_them() -> None:
     """What `Hardware.offloaded` says of v5e, by its compiler."""
     (found,) = told_by(SCRIPT, "v5e:2x4", "tpu_v5e", "gather_contracting").values()

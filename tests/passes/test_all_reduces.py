@@ -18,13 +18,13 @@ from hypothesis import given
 from jax.sharding import AxisType, PartitionSpec
 
 from cost_model import Axis, by_name
-from overlap import tpu_target
 from overlap.hlo import Module, parse
 from passes import turns
 from passes.candidates import candidates
 from passes.chains import AllGatherDot, DotPsum, DotReduceScatter
 from passes.schedule import RingSchedule
 from passes.turns import pieces_of, shares
+from tests.libtpu import needs_libtpu
 from tests.passes import bodies, spmd
 from tests.passes.hop_count import hops
 from tests.passes.ring_patterns import (
@@ -207,7 +207,7 @@ def test_where_it_is_tried(name: str, axis_size: int, dtype: str, hardware: str,
 COMPILED = """
 import json, sys
 from unittest import mock
-import jax, jax.numpy as jnp, numpy as np
+import jax, numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from overlap import overlap_collectives, tpu_target
@@ -226,9 +226,6 @@ with mock.patch("passes.decide.candidates", lambda *_, **__: (schedule,)):
     lowered = overlap_collectives(function, policy="always", strict=True).lower(*arguments)
 print(json.dumps(lowered.compile().as_text()))
 """
-
-
-needs_libtpu = pytest.mark.skipif(tpu_target.missing() is not None, reason=str(tpu_target.missing()))
 
 
 def compiled(shape: tuple[int, int, int], dtype: str, **schedule: Any) -> Module:

@@ -8,14 +8,12 @@ from typing import Any
 
 import pytest
 
-from overlap import tpu_target
 from overlap.hlo import Computation, Instruction, Module, parse, trip_count
 from passes import shims
+from tests.libtpu import needs_libtpu
 from tests.passes.tpu_process import multiplies, told_by
 
 AXIS_SIZE = 8
-
-needs_libtpu = pytest.mark.skipif(tpu_target.missing() is not None, reason=str(tpu_target.missing()))
 
 FORMS: dict[str, dict[str, Any]] = {
     "gather": {"directions": 2},

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from overlap import tpu_target
 from overlap.hlo import parse
 from passes import shims
+from tests.libtpu import needs_libtpu
 from tests.passes.tpu_process import told_by
 
 SCRIPT = """
@@ -33,7 +33,7 @@ print(json.dumps(lowered.compile().as_text()))
 
 
 @pytest.mark.skipif(not shims.EXPLICIT_STARTS, reason="the compiler of this jax places the starts itself")
-@pytest.mark.skipif(tpu_target.missing() is not None, reason=str(tpu_target.missing()))
+@needs_libtpu
 def test_one_shard_sent_along_two_axes_arrives_along_both() -> None:
     """XLA once took the second start for the first: the same operand, and pairs that it did not look at."""
     module = parse(told_by(SCRIPT))

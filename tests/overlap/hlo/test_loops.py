@@ -1,6 +1,5 @@
 """Trip counts: of loops that compilers made, and of every form of counter, condition and start."""
 
-import importlib.util
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,12 +9,8 @@ from jax import lax
 from overlap.hlo.loops import trip_count
 from overlap.hlo.module import Instruction, Module
 from overlap.hlo.parse import parse
+from tests.libtpu import needs_libtpu
 from tests.overlap.hlo.texts import cpu_text, tpu_texts
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed (Linux x86-64 only: pip install 'overlap-collectives[tpu]')",
-)
 
 
 def loops(module: Module) -> list[Instruction]:

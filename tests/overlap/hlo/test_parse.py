@@ -1,7 +1,6 @@
 """Modules read from text: of real compilers and by hand, and what must be refused with its line."""
 
 import dataclasses
-import importlib.util
 import inspect
 import random
 import re
@@ -24,12 +23,8 @@ from overlap.hlo.module import (
     estimated_cycles,
 )
 from overlap.hlo.parse import ParseError, parse
+from tests.libtpu import needs_libtpu
 from tests.overlap.hlo.texts import GPU, SPARSECORE, cpu_mesh, cpu_text, tpu_texts
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed (Linux x86-64 only: pip install 'overlap-collectives[tpu]')",
-)
 
 HOPS = 7
 

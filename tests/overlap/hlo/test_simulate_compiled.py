@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -24,16 +23,12 @@ from overlap.hlo.module import Computation, Module, estimated_cycles
 from overlap.hlo.parse import parse
 from overlap.hlo.simulate import simulate
 from overlap.hlo.timeline import Timeline
+from tests.libtpu import needs_libtpu
 from tests.overlap.hlo.test_simulate import assert_consistent
 from tests.overlap.mlp import mesh_of
 
 ROOT = Path(__file__).resolve().parents[3]
 TPU = by_name("tpu_v5p")
-
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None,
-    reason="libtpu is not installed (Linux x86-64 only: pip install 'overlap-collectives[tpu]')",
-)
 
 SCRIPT = """
 import json, sys
