@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,11 @@ OUTSIDE: Final = {
 
 DEMO: Final = frozenset({"bench", "optax"})
 """What the demo alone may import."""
+
+TOP: Final = frozenset(
+    {*FLOORS, "bench", "docs", "tests", "LICENSE", "Makefile", "README.md", "pyproject.toml"}
+)
+"""What stands at the top of the repository, beside files whose names begin with a dot."""
 
 MODULES: Final = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
 SOURCES: Final = sorted(
@@ -53,6 +59,13 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
             yield from (str(ast.literal_eval(arg)) for arg in node.args if isinstance(arg, ast.Constant))
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="no checkout: there is no list of what is tracked")
+def test_nothing_else_stands_at_the_top() -> None:
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    names = {path.split("/")[0] for path in tracked.stdout.split("\0") if path and path[0] != "."}
+    assert names == TOP
 
 
 def test_every_floor_was_looked_at() -> None:
