@@ -54,7 +54,7 @@ bench: ## the overhead benchmarks
 bench-matmul: ## tables of matmul times, from the TPU compiler (needs libtpu, no TPU), and their errors
 	@$(ready) && "$$python" -m bench.matmul_tables $(BENCH_ARGS)
 
-bench-tpu: ## compares schedules by the TPU compiler (half an hour; BENCH_ARGS='--rows REGEX' for some)
+bench-tpu: ## compares schedules by the TPU compiler (hours; BENCH_ARGS='--rows REGEX' for some)
 	@$(ready) && "$$python" -m bench.tpu_schedules $(BENCH_ARGS)
 
 bench-rolled: ## compile times and hops of rolled rings on 16 to 256 devices, by the TPU compiler (minutes)
