@@ -39,9 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = command.chosen(grid.gpu_cases(), options.rows)
     if (status := command.nothing_to_measure(NAME, cases, options, _missing)) is not None:
         return status
-    verify = not options.no_verify
     if options.worker:
-        run.work(cases, _mesh, verify=verify)
+        run.work(cases, _mesh, options.versions)
         return 0
     made_with = run.versions(PLUGIN.replace("_", "-"))
     rows = run.run(
@@ -52,8 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         line=line,
         jobs=options.jobs,
         resume=options.resume,
-        verify=verify,
+        wanted=options.versions,
     )
+    rows = command.with_stored(rows, NAME, grid.gpu_cases(), options)
     broken = [(row.name, version, said) for row in rows for version, said in demands(row)]
     for name, version, said in broken:
         print(f"{name}, {tables.TITLES[version]}: {said}")

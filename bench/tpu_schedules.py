@@ -2,6 +2,7 @@
 
     python -m bench.tpu_schedules                    the whole grid; writes bench/results/tpu_schedules.*
     python -m bench.tpu_schedules --rows 'v5p.*mlp'  some rows; writes nothing unless --output is given
+    python -m bench.tpu_schedules --rows mlp --versions auto --renew    measures those, keeps the rest
     python -m bench.tpu_schedules --resume FILE      keeps every row in FILE, and goes on where FILE ends
 
 Needs libtpu, and no TPU. All times but those of compiling are modelled.
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from bench.schedules import command, grid, measure, plot, run, summary, tables
-from bench.schedules.rows import OURS, Row
+from bench.schedules.rows import OURS, VERIFY, Row
 from overlap import tpu_target
 
 NAME: Final = "tpu_schedules"
@@ -29,9 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     cases = command.chosen(grid.tpu_cases(), options.rows)
     if (status := command.nothing_to_measure(NAME, cases, options, tpu_target.missing)) is not None:
         return status
-    verify = not options.no_verify
     if options.worker:
-        run.work(cases, measure.tpu_mesh, verify=verify)
+        run.work(cases, measure.tpu_mesh, options.versions)
         return 0
     made_with = run.versions("libtpu")
     rows = run.run(
@@ -42,12 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         line=line,
         jobs=options.jobs,
         resume=options.resume,
-        verify=verify,
+        wanted=options.versions,
     )
+    rows = command.with_stored(rows, NAME, grid.tpu_cases(), options)
     found = summary.summarise(rows)
     print(f"\n{tables.headline(rows, found)}\n\n{tables.targets(found)}\n\n{tables.means(found)}\n")
     print(tables.misses(found))
-    notes = (*tables.NOTES, *([] if verify else [tables.WITHOUT_VERIFY]))
+    notes = (*tables.NOTES, *tables.dates(rows))
     measured = {row.name for row in rows}
     if left := [case.name for case in grid.tpu_cases() if case.name not in measured]:
         notes = (*notes, f"Of the grid {len(left)} rows are not measured here: {', '.join(left)}.")
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run.write(folder, NAME, page, tables.content(rows, found, made_with, notes=notes))
         plot.draw(rows, folder / f"{NAME}.svg", title=f"{TITLE}: modelled times against the limit")
         print(f"\nWritten: {folder / NAME}.md, .json and .svg")
-    if options.rows or not verify:
+    if (options.rows or VERIFY not in options.versions) and not options.renew:
         return 0 if found.rows else 1
     return 0 if all(version in found.slower and found.met(version) for version in OURS) else 1
 

@@ -9,7 +9,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from bench.schedules import run
 from bench.schedules.case import Case
+from bench.schedules.rows import ORIGINAL, VERSIONS, Row
 from bench.schedules.run import RESULTS, ROOT
 
 
@@ -30,8 +32,24 @@ def parser(description: str | None, what: str = "rows") -> argparse.ArgumentPars
 def grid_parser(description: str | None) -> argparse.ArgumentParser:
     """Those, and what the grids of cases have beside them."""
     made = parser(description)
-    made.add_argument("--no-verify", action="store_true", help='without policy="verify", which compiles most')
+    made.add_argument(
+        "--versions",
+        type=_versions,
+        metavar="V,…",
+        default=VERSIONS,
+        help=f'only these beside the original: {", ".join(VERSIONS[1:])}; "verify" compiles most',
+    )
+    made.add_argument(
+        "--renew", action="store_true", help="the other rows and versions stay as they are in bench/results"
+    )
     return made
+
+
+def _versions(text: str) -> tuple[str, ...]:
+    wanted = text.split(",")
+    if unknown := [name for name in wanted if name not in VERSIONS]:
+        raise argparse.ArgumentTypeError(f"no version {unknown[0]!r}; there are {', '.join(VERSIONS)}")
+    return tuple(version for version in VERSIONS if version in {ORIGINAL, *wanted})
 
 
 def nothing_to_measure(
@@ -62,8 +80,28 @@ def chosen(cases: Sequence[Case], pattern: str | None) -> tuple[Case, ...]:
     return tuple(case for case in cases if pattern is None or re.search(pattern, case.name))
 
 
+def with_stored(
+    rows: Sequence[Row], name: str, cases: Sequence[Case], options: argparse.Namespace
+) -> list[Row]:
+    """With ``--renew`` the rows of all cases that are stored or measured, else those that were measured.
+
+    Args:
+      rows: measured.
+      name: the benchmark's.
+      cases: all of its grid, in their order.
+      options: the command line.
+    """
+    if not options.renew:
+        return list(rows)
+    known = {row.name: row for row in run.stored(name)}
+    for row in rows:
+        known[row.name] = known[row.name].renewed(row) if row.name in known else row
+    return [known[case.name] for case in cases if case.name in known]
+
+
 def folder(options: argparse.Namespace) -> Path | None:
     """Where to write; None for nowhere: a part of the rows does not replace the whole."""
     if options.output is not None:
         return Path(options.output)
-    return None if options.rows else RESULTS
+    partial = options.rows and not getattr(options, "renew", False)
+    return None if partial else RESULTS

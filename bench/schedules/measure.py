@@ -5,9 +5,10 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -17,7 +18,17 @@ from jax.sharding import AxisType, Mesh
 from bench.schedules import grid, programs
 from bench.schedules.case import Case, Slice
 from bench.schedules.order import order
-from bench.schedules.rows import AUTO, AUTOMATIC, ORIGINAL, POST_SPMD, TEXTBOOK, VERIFY, Figures, Row
+from bench.schedules.rows import (
+    AUTO,
+    AUTOMATIC,
+    ORIGINAL,
+    POST_SPMD,
+    TEXTBOOK,
+    VERIFY,
+    VERSIONS,
+    Figures,
+    Row,
+)
 from cost_model import Topology, by_name
 from overlap import overlap_collectives, tpu_target
 from overlap.compiled_memory import temporary_bytes
@@ -84,13 +95,13 @@ def h100_mesh() -> Mesh:
     return Mesh(np.array(described.devices), ("x",), axis_types=(AxisType.Auto,))
 
 
-def measure(case: Case, mesh: Mesh, *, verify: bool = True) -> Row:
+def measure(case: Case, mesh: Mesh, wanted: Collection[str] = VERSIONS) -> Row:
     """The row of a case. A version that does not compile leaves its error; the others are not affected.
 
     Args:
       case: what to measure.
       mesh: of devices of its slice.
-      verify: whether to measure ``policy="verify"`` too.
+      wanted: the versions to measure; of a row's limit the original is needed.
     """
     start = time.perf_counter()
     problem = programs.problem(case)
@@ -104,8 +115,7 @@ def measure(case: Case, mesh: Mesh, *, verify: bool = True) -> Row:
     }
     if case.slice.hardware.startswith("tpu"):
         versions[POST_SPMD] = (lambda: plain, POST_SPMD_OPTIONS)
-    if verify:
-        versions[VERIFY] = (lambda: overlap_collectives(original, policy="verify", strict=True), None)
+    versions[VERIFY] = (lambda: overlap_collectives(original, policy="verify", strict=True), None)
     hardware = by_name(case.slice.hardware)
     topology = Topology.from_devices(mesh.devices, hardware)
     operands = programs.operands(problem, mesh)
@@ -113,6 +123,8 @@ def measure(case: Case, mesh: Mesh, *, verify: bool = True) -> Row:
     failures: dict[str, str] = {}
     compiled: dict[tuple[str, bool], Figures] = {}
     for version, (make, options) in versions.items():
+        if version not in wanted:
+            continue
         try:
             figures[version] = compiled_figures(make(), operands, topology, options, compiled)
         except Exception as error:  # whatever the compiler or the library raises belongs into the row
@@ -187,9 +199,15 @@ def compiled_figures(
         order=found.text,
         permutes=found.permutes,
         idle=found.idle,
+        date=today(),
         **decided,
     )
     return known[program]
+
+
+def today() -> str:
+    """The date, in UTC."""
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
 
 
 def platforms(topology: Topology) -> tuple[str, ...]:

@@ -42,6 +42,7 @@ class Figures:
       order: starts and dones of permutes, and matmuls, in schedule order: see ``order.Order``.
       permutes: how many permutes the schedule has; a loop's count once.
       idle: names of permutes with no matmul between start and done.
+      date: on which it was compiled; empty where that was not kept.
     """
 
     total_s: float
@@ -63,6 +64,7 @@ class Figures:
     order: str = ""
     permutes: int = 0
     idle: tuple[str, ...] = ()
+    date: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +131,15 @@ class Row:
         """The limit over the version's time."""
         time = self.total_s(version)
         return self.limit_s / time if time else None
+
+    def renewed(self, other: Row) -> Row:
+        """The row with what another measurement of its case found, and its own figures of other versions."""
+        anew = {*other.versions, *other.failures}
+        return dataclasses.replace(
+            other,
+            versions={v: f for v, f in self.versions.items() if v not in anew} | dict(other.versions),
+            failures={v: f for v, f in self.failures.items() if v not in anew} | dict(other.failures),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON, with what follows from the figures."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import platform
@@ -43,7 +42,7 @@ def run(
     line: Callable[[Row], str],
     jobs: int,
     resume: Path | None,
-    verify: bool,
+    wanted: Sequence[str],
 ) -> list[Row]:
     """The rows of the cases, in their order.
 
@@ -55,7 +54,7 @@ def run(
       line: a row as it is printed when it comes.
       jobs: workers at a time.
       resume: the file of rows done; None for none.
-      verify: whether ``policy="verify"`` is measured too.
+      wanted: the versions that are measured.
 
     Raises:
       SystemExit: the file was made with other versions.
@@ -70,7 +69,7 @@ def run(
         console.print(f"{len(known)} of {len(cases)} rows are in {resume}.")
     with tempfile.TemporaryDirectory() as folder:
         variables = {CACHE: folder, **os.environ, **environment, "PYTHONPATH": str(ROOT)}
-        command = workers.interpreter(module) + ([] if verify else ["--no-verify"])
+        command = [*workers.interpreter(module), "--versions", ",".join(wanted)]
         answers = workers.answers(list(waiting), command, variables, jobs=jobs, limit_s=ROW_LIMIT_S)
         for number, answer in enumerate(progress(console, answers, len(waiting), "rows"), 1):
             row = row_of(waiting[answer.name], answer)
@@ -88,7 +87,7 @@ def row_of(case: Case, answer: workers.Answer) -> Row:
     return Row(**measure.described(case), failures={"row": answer.error}, wall_s=answer.wall_s)
 
 
-def work(cases: Sequence[Case], mesh_of: Callable[[Slice], Any], *, verify: bool) -> None:
+def work(cases: Sequence[Case], mesh_of: Callable[[Slice], Any], wanted: Sequence[str]) -> None:
     """What a worker process does: measures the rows whose names it reads."""
     by_name = {case.name: case for case in cases}
     meshes: dict[str, Any] = {}
@@ -97,7 +96,7 @@ def work(cases: Sequence[Case], mesh_of: Callable[[Slice], Any], *, verify: bool
         case = by_name[name]
         if str(case.slice) not in meshes:
             meshes[str(case.slice)] = mesh_of(case.slice)
-        return measure.measure(case, meshes[str(case.slice)], verify=verify).to_dict()
+        return measure.measure(case, meshes[str(case.slice)], wanted).to_dict()
 
     workers.serve(row, sys.stdin, sys.stdout)
 
@@ -110,6 +109,14 @@ def resumed(path: Path, made_with: Mapping[str, str]) -> dict[str, Row]:
     """
     rows = (Row.from_dict(content) for content in kept(path, made_with))
     return {row.name: row for row in rows if not row.failures}
+
+
+def stored(name: str) -> list[Row]:
+    """The rows in the repository's results of a benchmark; none if there are no results."""
+    path = RESULTS / f"{name}.json"
+    return (
+        [Row.from_dict(row) for row in json.loads(path.read_text("utf-8"))["rows"]] if path.exists() else []
+    )
 
 
 def kept(path: Path, made_with: Mapping[str, str]) -> Iterator[Mapping[str, Any]]:
@@ -152,7 +159,7 @@ def versions(*compilers: str) -> dict[str, str]:
         "overlap-collectives": overlap.__version__,
         "python": platform.python_version(),
         **{name: metadata.version(name) for name in ("jax", "jaxlib", *compilers)},
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "date": measure.today(),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -39,7 +40,9 @@ NOTES: Final = (
 )
 """What the figures rest on."""
 
-WITHOUT_VERIFY: Final = '`policy="verify"` was not measured in this run.'
+WITHOUT: Final = "{} was not measured in this run."
+UNDATED: Final = "2026-11-24 or before"
+"""When figures were measured whose date was not kept."""
 
 
 def document(
@@ -61,6 +64,26 @@ def document(
         parts += ["## Failures", table(("row", "version", "what happened"), summary.failures)]
     parts += ["## Times, µs (efficiency)", times(rows), "## Memory, exposure, compile times", costs(rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def dates(rows: Sequence[Row]) -> list[str]:
+    """What was not measured, and when the rest was, where not all was measured on one day."""
+    found: list[str] = []
+    days: dict[str, Counter[str]] = {}
+    for version, title in TITLES.items():
+        days[version] = Counter(
+            row.versions[version].date or UNDATED for row in rows if version in row.versions
+        )
+        if not days[version]:
+            found.append(WITHOUT.format(f"`{title}`"))
+    if len({day for counts in days.values() for day in counts}) > 1:
+        said = (
+            f"`{TITLES[version]}` " + ", ".join(f"{day} ({counts[day]})" for day in sorted(counts))
+            for version, counts in days.items()
+            if counts
+        )
+        found.append(f"Dates on which rows were measured: {'; '.join(said)}.")
+    return found
 
 
 def content(

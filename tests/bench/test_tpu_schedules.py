@@ -295,6 +295,50 @@ def test_an_interrupted_run_goes_on_where_its_file_ends(tmp_path: Path) -> None:
     assert run.resumed(tmp_path / "none", VERSIONS) == {}
 
 
+def test_a_version_that_is_measured_anew_replaces_its_figures_alone() -> None:
+    before = row("a", original=figures(2.0), auto=figures(1.0), verify=figures(0.9))
+    again = row("a", original=figures(2.0), auto=figures(0.8))
+    both = before.renewed(again)
+    assert (both.total_s(AUTO), both.total_s(VERIFY)) == (0.8, 0.9)
+    broken = Row.from_dict({**again.to_dict(), "versions": {}, "failures": {AUTO: "it broke"}})
+    assert set(before.renewed(broken).versions) == {ORIGINAL, VERIFY}
+    assert before.renewed(broken).failures == {AUTO: "it broke"}
+    assert before.renewed(broken).renewed(again).failures == {}
+
+
+def test_a_renewal_keeps_what_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(run, "RESULTS", tmp_path)
+    first, second, third, *_ = cases = grid.tpu_cases()
+    stored = [row(case.name, original=figures(2.0), auto=figures(1.0)) for case in (first, second)]
+    (tmp_path / "b.json").write_text(json.dumps({"rows": [each.to_dict() for each in stored]}))
+    measured = [row(case.name, auto=figures(0.5)) for case in (third, second)]
+    renewing = command.grid_parser(None).parse_args(["--rows", "x", "--versions", AUTO, "--renew"])
+    assert renewing.versions == (ORIGINAL, AUTO)
+    found = command.with_stored(measured, "b", cases, renewing)
+    assert [each.name for each in found] == [case.name for case in (first, second, third)]
+    assert [each.total_s(AUTO) for each in found] == [1.0, 0.5, 0.5]
+    assert command.folder(renewing) is not None
+    plain = command.grid_parser(None).parse_args(["--rows", "x"])
+    assert command.with_stored(measured, "b", cases, plain) == measured
+    assert command.folder(plain) is None
+
+
+def test_the_page_says_when_what_was_measured() -> None:
+    today = figures(1.0, date="2026-12-01")
+    plain = row("a", original=today, xla_automatic=today, xla_post_spmd=today, textbook=today, auto=today)
+    assert tables.dates([plain]) == ["`verify` was not measured in this run."]
+    whole = plain.renewed(row("a", verify=today))
+    assert tables.dates([whole]) == []
+    (said,) = tables.dates([whole, row("b", auto=figures(1.0))])
+    assert "`auto` 2026-11-24 or before (1), 2026-12-01 (1)" in said
+
+
+def test_a_version_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.grid_parser(None).parse_args(["--versions", "auto,fast"])
+    assert "no version 'fast'; there are original" in capsys.readouterr().err
+
+
 # Workers.
 
 WORKER = """
@@ -416,9 +460,10 @@ def test_the_gpu_rows_have_every_pattern_in_two_sizes() -> None:
 def test_a_row_is_measured_by_the_compiler() -> None:
     where = SLICES[4]
     case = Case(slice=where, pattern="gather_free", width=Width("w", 1024, 8192, False), tokens=256)
-    found = measure.measure(case, measure.tpu_mesh(where), verify=False)
+    wanted = {ORIGINAL, AUTOMATIC, POST_SPMD, TEXTBOOK, AUTO}
+    found = measure.measure(case, measure.tpu_mesh(where), wanted)
     assert not found.failures
-    assert set(found.versions) == {ORIGINAL, AUTOMATIC, POST_SPMD, TEXTBOOK, AUTO}
+    assert set(found.versions) == wanted
     assert found.versions[ORIGINAL].matmuls == 1
     assert found.matmul_s == found.versions[ORIGINAL].matmul_s > 0
     assert found.versions[TEXTBOOK].matmuls == 8
