@@ -115,6 +115,7 @@ def _scatter(
     received, last = [], None
     for part in pieces_of(chain, schedule, divisions(flow, chain)):
         last = _sum_of(flow, chain, Piece(turns.places, 1, part, turns.nothing_of(last)), read, widened)
+        turns.places.made[collective.op] = last
         received.append(turns.swap(last))
     own = _sum_of(flow, chain, Piece(turns.places, 0, WHOLE, turns.nothing_of(last)), read, widened)
     with turns.scope():

@@ -32,14 +32,16 @@ class Piece:
       places: where the devices stand.
       distance: how many places further along the device stands whose block it is; traced in a rolled ring.
       part: which part of the block.
-      later: an int32 0 that is known only once something else is, so that the piece is not cut out before;
-        None where it may be cut out at any time. See `Places.nothing_of`.
+      later: an int32 0 that is known only once something else is, so that the piece is neither cut out nor
+        placed before; None where it may be at any time. See `Places.nothing_of`.
+      kept: takes what is cut out; see `cpu_queue.Queue`.
     """
 
     places: Places
     distance: Any
     part: Part
     later: Any = None
+    kept: list[Any] | None = None
 
     @property
     def share(self) -> Fraction:
@@ -51,16 +53,21 @@ class Piece:
         block = size // self.places.axis_size
         return self.places.offset(self.distance, block, int(self.part.start * block))
 
+    def _start(self, size: int) -> Any:
+        return self.offset(size) if self.later is None else jnp.add(self.offset(size), self.later)
+
     def of(self, whole: Any, dim: int) -> Any:
         """The piece of a whole array."""
         size = whole.shape[dim]
         length = int(size * self.share)
-        start = self.offset(size) if self.later is None else jnp.add(self.offset(size), self.later)
-        return lax.dynamic_slice_in_dim(whole, start, length, dim, allow_negative_indices=False)
+        block = lax.dynamic_slice_in_dim(whole, self._start(size), length, dim, allow_negative_indices=False)
+        if self.kept is not None:
+            self.kept.append(block)
+        return block
 
     def place(self, whole: Any, piece: Any, dim: int, *, apart: bool = False) -> Any:
         """The whole array with the piece written into it, by its maker or apart from that."""
-        offset = self.offset(whole.shape[dim])
+        offset = self._start(whole.shape[dim])
         if apart:
             return write(whole, piece, {dim: offset}, self.places)
         return lax.dynamic_update_slice_in_dim(whole, piece, offset, dim, allow_negative_indices=False)

@@ -11,6 +11,7 @@ from cost_model import Axis
 from cost_model.offloaded import LEAST_ROWS, MOST_DOTS, counts, hides_rows, is_offloaded
 from cost_model.plain_chain import (
     COLUMNS,
+    LATE_PIECES,
     LEAST_COLUMN,
     LONGEST_UNROLLED,
     MOST_PIECES,
@@ -44,8 +45,8 @@ def candidates(
       flow: the dataflow graph.
       chain: the chain.
       axis: the collective's axis; None if the hardware is unknown.
-      thorough: all schedules, for a search that compiles them; else those of the chip's rule, or, where
-        CPU devices overlap, the ways by all_reduces.
+      thorough: all schedules, for a search that compiles or times them; else those of the chip's rule, or,
+        where CPU devices overlap, the ways by all_reduces.
     """
     if chain.collective.kind == "all_to_all":
         return (EXCHANGE,)
@@ -54,9 +55,14 @@ def candidates(
     if axis is None:
         found = [RingSchedule(directions=directions, unroll=unroll) for directions in _directions(unit)]
         return tuple(found)
-    in_turn = _by_all_reduces(flow, chain, axis, unit)
+    on_cpu = _on_cpu(flow, chain, axis)
+    in_turn = _by_all_reduces(flow, chain, unit) if on_cpu else []
     if in_turn and axis.hardware.overlaps and not thorough:
         return tuple(in_turn)
+    if on_cpu and isinstance(chain, AllGatherDot) and not in_turn and not unroll:
+        ring = RingSchedule(directions=1)
+        late = [dataclasses.replace(ring, late=True, chains=n) for n in LATE_PIECES if n <= unit]
+        return (ring, *late) if thorough else (late[0],)
     known = rule(axis.hardware, gathers=isinstance(chain, AllGatherDot))
     wire = _wire(flow, chain, axis)
     found = []
@@ -89,14 +95,18 @@ def _adds_up(chain: Chain) -> bool:
     return isinstance(chain, AllGatherDot) and any(dot.dims.result_dim is None for dot in chain.dots)
 
 
-def _by_all_reduces(flow: Dataflow, chain: Chain, axis: Axis, unit: int) -> list[RingSchedule]:
+def _on_cpu(flow: Dataflow, chain: Chain, axis: Axis) -> bool:
+    """Whether the devices are CPU devices, and known as such."""
+    kind = shims.device_kind(flow.avals[flow.ops[chain.collective.op].outputs[0]])
+    return kind == "cpu" and kind in axis.hardware.device_kinds
+
+
+def _by_all_reduces(flow: Dataflow, chain: Chain, unit: int) -> list[RingSchedule]:
     """The ways to send pieces by all_reduces in turn, on CPU devices alone: see `passes.all_reduces`.
 
     Of how many pieces follows from docs/network.md: with fewer the wire idles, more hold each other up.
     """
-    kind = shims.device_kind(flow.avals[flow.ops[chain.collective.op].outputs[0]])
-    on_cpu = kind == "cpu" and kind in axis.hardware.device_kinds
-    if not on_cpu or not goes_by_all_reduces(flow, chain):
+    if not goes_by_all_reduces(flow, chain):
         return []
     base = RingSchedule(directions=1, route="all_reduce")
     if isinstance(chain, DotPsum):

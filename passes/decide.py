@@ -23,6 +23,7 @@ from passes.pricing import pricer
 from passes.reasons import Code, Reason
 from passes.schedule import RingSchedule
 from passes.site import Site
+from passes.weight_gradients import held_back, weight_gradients
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -115,15 +116,17 @@ def decide(
     decided: dict[int, Decision] = {}
     proposals: list[tuple[Decision, tuple[Chain, ...]]] = []
     matches = tuple(matches)
+    invariance = Invariance(flow)
+    beside = _run_beside(flow, matches) if network.first_in_first_out else set()
     alone = sum(not isinstance(match.found, Reason) for match in matches) == 1
     for match in matches:
         if isinstance(match.found, Reason):
             decided[match.collective.op] = _without_chain(match.collective, match.found, policy, describe)
         else:
             axis = network.axis(match.collective, alone=alone)
-            proposals.append((_propose(flow, match.collective, match.found, policy, axis), match.found))
+            chains = _remaining(flow, match.found, beside, invariance) or match.found
+            proposals.append((_propose(flow, match.collective, chains, policy, axis), chains))
     proposals.sort(key=lambda p: (-benefit_s(p[0]), p[0].collective.op))
-    invariance = Invariance(flow)
     taken: set[int] = set()
     for proposal, chains in proposals:
         remaining = _remaining(flow, chains, taken, invariance)
@@ -143,6 +146,12 @@ def decide(
             taken.update(dots_of(decision))
         decided[decision.collective.op] = decision
     return tuple(decided[op] for op in sorted(decided))
+
+
+def _run_beside(flow: Dataflow, matches: Iterable[Match]) -> set[int]:
+    """The weights' gradients that may be left out of rings, to run beside the collective of another chain."""
+    found = [match.found[0] for match in matches if not isinstance(match.found, Reason)]
+    return set(held_back(flow, found, weight_gradients(flow)))
 
 
 def _without_chain(collective: Collective, reason: Reason, policy: Policy, describe: Describe) -> Decision:
@@ -302,12 +311,17 @@ def _verdict(
 
 
 def program_order(
-    flow: Dataflow, decisions: tuple[Decision, ...]
+    flow: Dataflow, decisions: tuple[Decision, ...], held: Mapping[int, Collective]
 ) -> tuple[tuple[Decision, ...], tuple[int | Unit, ...]]:
     """An order in which the operations and rings can run, each ring as one step.
 
     Rings that wait for one another (each needs a result of the other before it can start) cannot both be: of
     a circle of them the one with the least benefit is given up.
+
+    Args:
+      flow: the dataflow graph.
+      decisions: those for its collectives.
+      held: operations that wait for a ring which they do not need, each with the ring's collective.
 
     Returns:
       The decisions, with those given up revised; and operation numbers, rings and sums of shards, in the
@@ -329,7 +343,7 @@ def program_order(
             for number, unit in units.items()
             for member in (unit.chain if isinstance(unit, Ring) else unit).members
         }
-        order = _contracted(flow, units, unit_of)
+        order = _contracted(flow, units, unit_of, held)
         try:
             sequence = nx.lexicographical_topological_sort(order, key=lambda unit: position.get(unit, unit))
             return decisions, tuple(units.get(unit, unit) for unit in sequence)
@@ -337,8 +351,10 @@ def program_order(
             decisions = _give_up_one(decisions, nx.find_cycle(order))
 
 
-def _contracted(flow: Dataflow, units: Mapping[int, Unit], unit_of: Mapping[int, int]) -> nx.DiGraph[int]:
-    """The dataflow graph with each unit as one node."""
+def _contracted(
+    flow: Dataflow, units: Mapping[int, Unit], unit_of: Mapping[int, int], held: Mapping[int, Collective]
+) -> nx.DiGraph[int]:
+    """The dataflow graph with each unit as one node, and what is held back behind its ring."""
     import networkx as nx
 
     graph = flow.graph()
@@ -349,6 +365,7 @@ def _contracted(flow: Dataflow, units: Mapping[int, Unit], unit_of: Mapping[int,
         for source, target in graph.edges
         if (a := unit_of.get(source, source)) != (b := unit_of.get(target, target))
     )
+    order.add_edges_from((unit_of[beside.op], dot) for dot, beside in held.items())
     for number, unit in units.items():
         if isinstance(unit, ShardReduction):
             # It goes its own way from the gather's operand, beside the ring.

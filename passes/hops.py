@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, Final
@@ -28,9 +29,13 @@ class Places:
     a traced one in a rolled ring. Along a walk the device so many places further along is the one whose block
     is here after so many hops. Everything is computed once, so the rings of one traced body over the same
     axes share these.
+
+    Attributes:
+      made: by a collective's operation, what its ring has made last to be sent.
     """
 
     def __init__(self, collective: Collective, order: Order = ()) -> None:
+        self.made: dict[int, Any] = {}
         self._collective = collective
         self._walk = order if isinstance(order, Walk) else None
         self._order = order.order if isinstance(order, Walk) else order
@@ -78,17 +83,13 @@ class Places:
         """Starts such a hop; see ``shims.start_ppermute``."""
         return shims.start_ppermute(value, self._names, self._pairs_of(distance, held))
 
-    def nothing_of(self, value: Any) -> Any:
-        """An int32 0 that is known only once the value is.
+    def nothing_of(self, *values: Any) -> Any:
+        """An int32 0 that is known only once all values are.
 
         XLA:CPU drops barriers before it orders a program; data alone keeps one thing behind another.
         """
-        first = lax.squeeze(lax.slice(value, [0] * value.ndim, [1] * value.ndim), range(value.ndim))
-        if jnp.issubdtype(first.dtype, jnp.complexfloating):
-            first = lax.real(first)
-        if jnp.issubdtype(first.dtype, jnp.floating):
-            first = lax.bitcast_convert_type(first, f"uint{jnp.finfo(first.dtype).bits}")
-        return jnp.bitwise_and(lax.convert_element_type(first, np.int32), self.nothing)
+        mixed = functools.reduce(jnp.bitwise_xor, map(_first_bits, values))
+        return jnp.bitwise_and(mixed, self.nothing)
 
     @property
     def nothing(self) -> Any:
@@ -137,6 +138,16 @@ class Places:
         """Where in the order this device is."""
         positions = tuple(self._order.index(place) for place in range(self.axis_size))
         return _chosen(positions, _place(self._collective))
+
+
+def _first_bits(value: Any) -> Any:
+    """An int32 of the bits of a value's first element."""
+    first = lax.squeeze(lax.slice(value, [0] * value.ndim, [1] * value.ndim), range(value.ndim))
+    if jnp.issubdtype(first.dtype, jnp.complexfloating):
+        first = lax.real(first)
+    if jnp.issubdtype(first.dtype, jnp.floating):
+        first = lax.bitcast_convert_type(first, f"uint{jnp.finfo(first.dtype).bits}")
+    return lax.convert_element_type(first, np.int32)
 
 
 Rings = tuple[Places, ...]

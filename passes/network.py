@@ -60,7 +60,7 @@ class Network:
                     hardware,
                     on_chip_bytes=hardware.on_chip_bytes / 2,
                     least_gain=max(hardware.least_gain, hardware.least_gain_beside),
-                    overlaps=hardware.overlaps and "cpu" not in hardware.device_kinds,
+                    overlaps=hardware.overlaps and not self.first_in_first_out,
                 )
                 axis = dataclasses.replace(axis, hardware=shared)
             self._axes[key] = axis
@@ -76,6 +76,11 @@ class Network:
         lines = lines.reshape(-1, np.prod([shape[number] for number in taken], dtype=int))
         within = collective.groups or (tuple(range(lines.shape[1])),)
         return tuple(tuple(int(line[i]) for i in group) for line in lines for group in within)
+
+    @property
+    def first_in_first_out(self) -> bool:
+        """Whether the devices run first what is ready first, whatever a program's order: CPU devices."""
+        return self.hardware is not None and "cpu" in self.hardware.device_kinds
 
     @cached_property
     def _topology(self) -> Topology | None:

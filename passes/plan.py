@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from cost_model import Hardware
 from passes import shims
+from passes.collective import Collective
 from passes.decide import Decision, Policy, TryOut, Unit, decide, program_order
 from passes.epilogue import with_epilogues
 from passes.graph import COLLECTIVES, Dataflow, Op, dataflow
@@ -20,6 +21,7 @@ from passes.match import match_dataflow
 from passes.network import Network
 from passes.reasons import Code, Reason
 from passes.site import Site
+from passes.weight_gradients import held_back, weight_gradients
 
 BODIES: Mapping[str, tuple[str, ...]] = {
     "jit": ("jaxpr",),
@@ -54,6 +56,8 @@ class Plan:
       bodies: operation number → parameter name → plans of the jaxprs in that parameter; none where they hold
         neither collectives nor shard_maps.
       opaque: operations whose bodies cannot be replaced, with the plans of those bodies (for the report).
+      first_in_first_out: see ``Network``.
+      held: operations that are held back to run beside a ring's collective, each with the collective.
     """
 
     flow: Dataflow
@@ -62,15 +66,26 @@ class Plan:
     order: tuple[int | Unit, ...]
     bodies: Mapping[int, Mapping[str, tuple[Plan, ...]]]
     opaque: Mapping[int, tuple[Plan, ...]]
+    first_in_first_out: bool = False
+    held: Mapping[int, Collective] = dataclasses.field(default_factory=dict)
 
     def decided(self, decisions: tuple[Decision, ...]) -> Plan:
         """The plan with these decisions, as far as their rings can all be, and an order for them."""
         order: tuple[int | Unit, ...] = ()
+        held = self._held(decisions)
         if any(decision.rewritten for decision in decisions):
-            decisions, order = program_order(self.flow, with_epilogues(self.flow, decisions))
+            decisions, order = program_order(self.flow, with_epilogues(self.flow, decisions), held)
         if not any(decision.rewritten for decision in decisions):
             order = tuple(self.flow.live)
-        return dataclasses.replace(self, decisions=decisions, order=order)
+        return dataclasses.replace(self, decisions=decisions, order=order, held=held)
+
+    def _held(self, decisions: tuple[Decision, ...]) -> Mapping[int, Collective]:
+        """The weights' gradients outside of rings that are to run beside the collective of one."""
+        if not self.first_in_first_out or self.flow.differentiable:
+            return {}
+        chains = [d.ring.chain for d in decisions if d.rewritten and d.ring is not None]
+        taken = {dot.op for chain in chains for dot in chain.dots}
+        return held_back(self.flow, chains, weight_gradients(self.flow) - taken)
 
     def bodies_of(self, index: int) -> tuple[Plan, ...]:
         """The plans of the replaceable bodies of one operation."""
@@ -245,8 +260,7 @@ class _Planner:
             else:
                 inner = self._bodies(op, path, same, mapped, replaceable=False)
                 opaque[index] = tuple(p for plans in inner.values() for p in plans)
-        decisions = self._decide(flow, path, same, replaceable, mapped)
-        return Plan(flow, path, (), (), bodies, opaque).decided(decisions)
+        return self._decided(Plan(flow, path, (), (), bodies, opaque), same, replaceable, mapped)
 
     def _bodies(
         self, op: Op, path: str, same: Set[int] | None, mapped: _Mapped | None, *, replaceable: bool
@@ -284,26 +298,25 @@ class _Planner:
             )
         return self.concerned[key]
 
-    def _decide(
-        self, flow: Dataflow, path: str, same: Set[int] | None, replaceable: bool, mapped: _Mapped | None
-    ) -> tuple[Decision, ...]:
+    def _decided(self, plan: Plan, same: Set[int] | None, replaceable: bool, mapped: _Mapped | None) -> Plan:
+        flow = plan.flow
         matches = match_dataflow(flow)
         if not matches:
-            return ()
+            return plan.decided(())
         if not replaceable:
-            inside = Reason(Code.OPAQUE_CALL, f"It is in {path}.")
-            return tuple(Decision(m.collective, None, None, False, inside) for m in matches)
+            inside = Reason(Code.OPAQUE_CALL, f"It is in {plan.path}.")
+            return plan.decided(tuple(Decision(m.collective, None, None, False, inside) for m in matches))
         result = flow.avals[flow.ops[matches[0].collective.op].outputs[0]]
         network = self._network(shims.device_kind(result), mapped)
-        outline = Plan(flow, path, (), (), {}, {})
         repeated = {
             match.collective.op
             for match in matches
             if same is not None and all(o in same for o in flow.ops[match.collective.op].inputs)
         }
-        return decide(
-            flow, matches, self.policy, network, lambda d: describe(outline, d), repeated, self.try_out
+        decisions = decide(
+            flow, matches, self.policy, network, lambda d: describe(plan, d), repeated, self.try_out
         )
+        return dataclasses.replace(plan, first_in_first_out=network.first_in_first_out).decided(decisions)
 
     def _network(self, device_kind: str | None, mapped: _Mapped | None) -> Network:
         key = (device_kind, mapped)

@@ -12,6 +12,7 @@ from passes import shims
 from passes.block_eval import Read
 from passes.chains import Lone, ShardReduction
 from passes.collective import Collective
+from passes.cpu_queue import behind
 from passes.decide import Unit
 from passes.emit import emit_ring
 from passes.gather_ring import emit_shard_reduction, own_block
@@ -58,6 +59,8 @@ class _Rewriter:
                 continue
             op = flow.ops[unit]
             values = list(map(read, op.inputs))
+            if unit in plan.held:
+                values[0] = self._held_back(plan, unit, values[0], places)
             with shims.equation_scope(op.eqn, op.scope):
                 results = self._bind(plan, unit, op, values)
             env.update(zip(op.outputs, results, strict=True))
@@ -67,6 +70,15 @@ class _Rewriter:
                     if not remaining[operand]:
                         del env[operand]
         return list(map(read, flow.outputs))
+
+    def _held_back(self, plan: Plan, unit: int, value: Any, places: PlacesOf) -> Any:
+        """An operand of an operation, once a ring has made what it sends last."""
+        collective, op = plan.held[unit], plan.flow.ops[unit]
+        here = places(collective)
+        if collective.op not in here.made:
+            return value
+        with shims.equation_scope(op.eqn, op.scope):
+            return behind(value, here.nothing_of(here.made[collective.op]))
 
     def _bind(self, plan: Plan, index: int, op: Op, values: list[Any]) -> Sequence[Any]:
         bodies = plan.bodies.get(index, {})

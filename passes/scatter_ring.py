@@ -138,6 +138,8 @@ class _Ring:
                 if step is steps[-1] and self._waits(number, step):
                     sent[number] = _Unsent(sent[number])
                 else:
+                    if isinstance(step, int):
+                        self.rings[0].made[self.chain.collective.op] = sent[number]
                     sent[number] = self._send(sent[number], part, piece.distance)
                     self.in_flight = [number] if self.explicit else []
         return sent

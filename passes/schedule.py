@@ -54,6 +54,8 @@ class RingSchedule:
         ways, each half of the way: as many bytes per link in half as many hops, and partial dots twice as
         large. Of what has furthest to go a half comes from each side.
       unroll: steps per iteration of a rolled ring; 0 where the ring is unrolled.
+      late: whether a gather ring sends copies, and places or adds up results when all shards are there, as
+        CPU devices need it to run dots beside hops: see `cpu_queue`.
       orders: per ring the places in the order in which it visits them, or a walk, each ring with its share
         of every block; empty for one ring in the order of the places. Walks go one way, and are not rolled:
         each of their hops has pairs of its own.
@@ -69,6 +71,7 @@ class RingSchedule:
     wire: Literal["float32", "operand"] = "float32"
     halfway: bool = False
     unroll: int = 0
+    late: bool = False
     orders: tuple[Order, ...] = ()
 
     def __post_init__(self) -> None:
@@ -76,6 +79,9 @@ class RingSchedule:
             raise ValueError(f"walks are unrolled rings of one direction, not {self}")
         if self.halfway and (self.directions == 1 or self.unroll or self.across or self.joined):
             raise ValueError(f"half way round go whole shards both ways, unrolled, not {self}")
+
+        if self.late and (self.unroll or self.joined or self.across or self.columns > 1):
+            raise ValueError(f"what is placed late is of unrolled rings of rows, not {self}")
 
     @property
     def walks(self) -> bool:
@@ -103,6 +109,8 @@ class RingSchedule:
             words.append("narrow wire")
         if self.unroll:
             words.append(f"rolled by {self.unroll}")
+        if self.late:
+            words.append("placed late")
         if self.walks:
             words.append(f"{self.rings} walks")
         elif self.orders:

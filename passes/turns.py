@@ -15,6 +15,7 @@ from jax import lax
 from passes import shims
 from passes.block_eval import chain_scope, tie
 from passes.chains import AllGatherDot, Chain, DotReduceScatter
+from passes.cpu_queue import behind
 from passes.graph import Dataflow
 from passes.hops import Places
 from passes.schedule import Part, RingSchedule
@@ -128,7 +129,7 @@ class Turns:
 
     def _next(self, value: Any) -> Any:
         """The value behind what arrived last, or one operation after itself, by data."""
-        return _behind(value, self.places.nothing_of(self.arrived[-1] if self.arrived else value))
+        return behind(value, self.places.nothing_of(self.arrived[-1] if self.arrived else value))
 
     def _tied(self, *values: Any) -> tuple[Any, ...]:
         """The values behind one barrier, of the types that they have: jax 0.10 joins what they vary over.
@@ -147,22 +148,6 @@ class Turns:
     @property
     def _names(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self._chain.collective.mesh_sizes)
-
-
-def _behind(value: Any, nothing: Any) -> Any:
-    """The value, to the bit, once the int32 0 ``nothing`` is known."""
-
-    @jax.custom_jvp
-    def wait(value: Any, nothing: Any) -> Any:
-        bits = lax.bitcast_convert_type(value, np.uint32)
-        bits = jnp.bitwise_xor(bits, lax.convert_element_type(nothing, np.uint32))
-        return lax.bitcast_convert_type(bits, value.dtype)
-
-    @wait.defjvp
-    def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
-        return wait(*primals), tangents[0]
-
-    return wait(value, nothing)
 
 
 def _swapped(value: Any, names: tuple[str, ...]) -> Any:

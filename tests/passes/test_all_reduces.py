@@ -19,7 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from cost_model import Axis, by_name
 from overlap.hlo import Module, parse
-from passes import turns
+from passes import cpu_queue, turns
 from passes.candidates import candidates
 from passes.chains import AllGatherDot, DotPsum, DotReduceScatter
 from passes.schedule import RingSchedule
@@ -117,13 +117,13 @@ def test_a_value_arrives_to_the_bit() -> None:
     value = bits.view(np.float32)
     swap: Any = per_device(lambda v: turns._swapped(v, ("x",)))
     np.testing.assert_array_equal(np.asarray(jax.jit(swap)(value)).view(np.uint32), np.roll(bits, 3))
-    wait: Any = jax.jit(lambda v, zero: turns._behind(v, zero))
+    wait: Any = jax.jit(lambda v, zero: cpu_queue.behind(v, zero))
     np.testing.assert_array_equal(np.asarray(wait(value, jnp.int32(0))).view(np.uint32), bits)
 
 
 def test_the_derivative_of_what_is_sent() -> None:
     def loss(x: Any) -> Any:
-        sent: Any = per_device(lambda v: turns._swapped(turns._behind(v, jnp.int32(0)), ("x",)))
+        sent: Any = per_device(lambda v: turns._swapped(cpu_queue.behind(v, jnp.int32(0)), ("x",)))
         return jnp.sum(sent(x) * jnp.arange(4.0))
 
     np.testing.assert_array_equal(jax.grad(loss)(jnp.zeros(4)), [2, 3, 0, 1])

@@ -1,0 +1,84 @@
+"""What keeps dots beside collectives on CPU devices: data, in the order in which a thread finds it ready.
+
+A thread of XLA:CPU runs first what was ready first, and a collective in its own time: all behind it waits.
+A dot it hands to another thread, if anything is ready behind the dot. And what uses the memory of another
+value waits until that value is done with, whether it needs it or not; barriers do not count. (docs/network.md
+has the sources.) So whatever a dot is to run beside must become ready a little later than the dot, and may
+not find memory that the dot is to free.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from passes.hops import Places
+
+
+class Queue:
+    """Makes values that are to be sent wait for what is to run beside them.
+
+    Args:
+      places: where the collective's devices stand.
+
+    Attributes:
+      kept: values whose memory is not to be free before all is there: blocks that are cut out for a dot, and
+        what it makes.
+    """
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._sent: dict[int, Any] = {}
+        self.kept: list[Any] = []
+
+    def known(self, *values: Any) -> Any:
+        """An int32 0 that is there once all values are, and before which no memory of those kept is free."""
+        return self._places.nothing_of(*values, *self.kept)
+
+    def copy(self, value: Any, *, lane: int = 0, after: Any = None) -> Any:
+        """The value as a copy, three operations later than what is ready along with it.
+
+        A sort is an operation that XLA fuses with no other. The value that was sent before on the same lane
+        is kept till then: what this one becomes would take its place, and wait for the dots that read it.
+
+        Args:
+          value: what is to be sent.
+          lane: values of one lane are sent one after the other.
+          after: something else to wait for; None for nothing.
+        """
+        first = self._places.nothing_of(value if after is None else after)
+        nothing = lax.sort(jnp.stack([first, first]))[0]
+        if lane in self._sent:
+            nothing = lax.bitwise_or(nothing, self._places.nothing_of(self._sent[lane], value))
+        self._sent[lane] = value
+        return behind(value, nothing)
+
+
+def can_wait(dtype: Any) -> bool:
+    """Whether ``behind`` holds back values of a dtype."""
+    return bool(jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)) and (
+        dtype.itemsize * 8 == (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(dtype).bits
+    )
+
+
+def behind(value: Any, nothing: Any) -> Any:
+    """The value, to the bit, once the int32 0 ``nothing`` is known; at once if it cannot wait."""
+    if not can_wait(value.dtype):
+        return value
+    words = np.dtype(f"uint{8 * value.dtype.itemsize}")
+
+    @jax.custom_jvp
+    def wait(value: Any, nothing: Any) -> Any:
+        bits = lax.bitcast_convert_type(value, words)
+        bits = jnp.bitwise_xor(bits, lax.convert_element_type(nothing, words))
+        return lax.bitcast_convert_type(bits, value.dtype)
+
+    @wait.defjvp
+    def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[Any, Any]:
+        return wait(*primals), tangents[0]
+
+    return wait(value, nothing)

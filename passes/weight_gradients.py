@@ -1,0 +1,65 @@
+"""Dots that no collective waits for, held back to run beside one: weights' gradients, on CPU devices.
+
+XLA:CPU runs first what is ready first (docs/network.md). A weight's gradient is ready as soon as a backward
+pass has gathered what came back, along with the dots that its next collective waits for; run before those it
+delays that collective, and nothing is left to run beside it. So it is left out of the gather's ring, takes
+the assembled value in one dot, and waits by data until the ring of that collective has made what it sends
+last. Other compilers order a program themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from jax.extend import core as jex_core
+
+from passes import shims
+from passes.chains import AllGatherDot, Chain
+from passes.collective import Collective
+from passes.graph import COLLECTIVES, Dataflow, Op
+
+
+def weight_gradients(flow: Dataflow) -> frozenset[int]:
+    """The dots from which no collective is reached, nor an operation with a body or an effect."""
+    awaited: set[int] = set()
+    found = []
+    for index in reversed(tuple(flow.live)):
+        op = flow.ops[index]
+        if _may_communicate(op) or any(value in awaited for value in op.outputs):
+            awaited.update(operand for operand in op.inputs if isinstance(operand, int))
+        elif op.name == "dot_general":
+            found.append(index)
+    return frozenset(found)
+
+
+def held_back(flow: Dataflow, chains: Iterable[Chain], dots: Iterable[int]) -> Mapping[int, Collective]:
+    """For each dot that can run beside the collective of a chain that sums up, the last such collective.
+
+    Args:
+      flow: the dataflow graph of the chains.
+      chains: in program order.
+      dots: from which no collective is reached.
+    """
+    held: dict[int, Collective] = {}
+    for chain in chains:
+        if not isinstance(chain, AllGatherDot):
+            after = _reached(flow, chain.collective.op)
+            held.update((dot, chain.collective) for dot in dots if dot not in after)
+    return held
+
+
+def _may_communicate(op: Op) -> bool:
+    has_body = any(True for _ in jex_core.jaxprs_in_params(op.params))
+    return op.name in COLLECTIVES or has_body or shims.has_effects(op.eqn)
+
+
+def _reached(flow: Dataflow, op: int) -> set[int]:
+    """The operations that need what one makes."""
+    reached: set[int] = set()
+    waiting = [op]
+    while waiting:
+        for value in flow.ops[waiting.pop()].outputs:
+            new = {user for user in flow.users[value] if user >= 0} - reached
+            reached |= new
+            waiting.extend(new)
+    return reached

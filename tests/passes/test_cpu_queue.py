@@ -1,0 +1,155 @@
+"""Gather rings for CPU devices: values, derivatives, what waits for what, and where they are tried."""
+
+# JAX leaves its collectives, and what jit and shard_map return, untyped.
+# mypy: allow-untyped-calls, no-warn-return-any
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from cost_model import Axis, by_name
+from passes.candidates import candidates
+from passes.cpu_queue import Queue, behind, can_wait
+from passes.hops import Places
+from passes.schedule import RingSchedule
+from tests.passes import bodies, spmd
+from tests.passes.hop_count import hops
+from tests.passes.ring_patterns import PATTERNS, assert_gradients_and_vmap, assert_values
+
+BLOCK = 6
+GATHERS = [name for name in PATTERNS if name.startswith("gather")]
+
+
+def late(chains: int, directions: Any = 1) -> RingSchedule:
+    return RingSchedule(directions=directions, chains=chains, late=True)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
+@pytest.mark.parametrize("axis_size", [2, 4, 5])
+@pytest.mark.parametrize("schedule", [late(1), late(2), late(1, 2)], ids=str)
+@pytest.mark.parametrize("name", GATHERS)
+def test_values(name: str, schedule: RingSchedule, axis_size: int, dtype: str, check_vma: bool) -> None:
+    jaxpr = assert_values(name, axis_size, BLOCK, schedule, dtype, check_vma=check_vma)
+    assert hops(jaxpr, "ppermute") == (axis_size - 1) * schedule.pieces
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("name", ["gather_free", "gather_contracting"])
+def test_gradients_and_vmap(name: str, check_vma: bool) -> None:
+    assert_gradients_and_vmap(name, 4, BLOCK, late(2), check_vma=check_vma)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float16", "int8", "uint16", "int32", "float8_e5m2"]
+)
+def test_what_waits_is_the_same_to_the_bit(dtype: str) -> None:
+    kind = jnp.dtype(dtype)
+    assert can_wait(kind)
+    bits = np.arange(256, dtype=np.uint8).repeat(kind.itemsize)
+    value = bits.view(kind)
+    held: Any = jax.jit(behind)(value, jnp.int32(0))
+    assert held.dtype == kind
+    np.testing.assert_array_equal(np.asarray(held).view(np.uint8), bits)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "complex64", "int4"])
+def test_what_has_no_words_does_not_wait(dtype: str) -> None:
+    value = jnp.zeros(3, dtype)
+    assert not can_wait(value.dtype)
+    assert behind(value, jnp.int32(0)) is value
+
+
+def test_the_derivative_of_what_waits() -> None:
+    slope = jax.grad(lambda x: jnp.sum(behind(x, jnp.int32(0)) ** 2))(jnp.arange(3.0))
+    np.testing.assert_array_equal(slope, [0, 2, 4])
+
+
+def ancestors(jaxpr: Any, wanted: Any) -> list[str]:
+    """The primitives that lead to the first operand of an equation."""
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    found, waiting = [], [wanted.invars[0]]
+    while waiting:
+        var = waiting.pop()
+        if not hasattr(var, "val") and var in makers:
+            eqn = makers.pop(var)
+            found.append(eqn.primitive.name)
+            waiting.extend(eqn.invars)
+    return found
+
+
+def test_a_hop_sends_a_copy_that_waits_and_a_dot_reads_what_has_arrived() -> None:
+    """The dot is ready three operations before the hop: XLA:CPU then gives it to another thread."""
+    jaxpr = assert_values("gather_free", 4, BLOCK, late(1), "float32", check_vma=True)
+    body = bodies.mapped_body(jaxpr)
+    body = getattr(body, "jaxpr", body)
+    sent = [ancestors(body, eqn) for eqn in body.eqns if eqn.primitive.name == "ppermute"]
+    read = [ancestors(body, eqn) for eqn in body.eqns if eqn.primitive.name == "dot_general"]
+    assert [names.count("sort") for names in sent] == [1, 2, 3]
+    assert [names.count("sort") for names in read] == [0, 1, 2, 3]
+
+
+def test_results_are_placed_when_all_has_arrived() -> None:
+    jaxpr = assert_values("gather_free", 4, BLOCK, late(1), "float32", check_vma=True)
+    body = bodies.mapped_body(jaxpr)
+    names = [eqn.primitive.name for eqn in getattr(body, "jaxpr", body).eqns]
+    last_hop = max(number for number, name in enumerate(names) if name == "ppermute")
+    assert names.index("dynamic_update_slice") > last_hop
+
+
+def test_what_was_sent_before_is_kept() -> None:
+    """Read along with the next value: XLA would not let go of it before, nor put the copy in its place."""
+
+    def copies(x: Any) -> Any:
+        (_, (match,)) = found
+        queue = Queue(Places(match.collective))
+        return queue.copy(lax.exp(queue.copy(x)))
+
+    found = bodies.matched(PATTERNS["gather_free"].body, *two_operands(), axis_size=4)
+    mapped = spmd.mesh_of(4)
+    spec = jax.sharding.PartitionSpec("x")
+    jaxpr = jax.make_jaxpr(jax.shard_map(copies, mesh=mapped, in_specs=spec, out_specs=spec))(jnp.ones(8))
+    body = bodies.mapped_body(jaxpr)
+    body = getattr(body, "jaxpr", body)
+    (exp,) = (number for number, eqn in enumerate(body.eqns) if eqn.primitive.name == "exp")
+    assert body.invars[0] in [v for eqn in body.eqns[exp:] for v in eqn.invars if not hasattr(v, "val")]
+
+
+def two_operands() -> list[Any]:
+    return [jax.ShapeDtypeStruct(shape, "float32") for shape in PATTERNS["gather_free"].shapes(4, BLOCK)]
+
+
+@pytest.mark.parametrize("other", [{"unroll": 2}, {"joined": True}, {"across": True}, {"columns": 2}])
+def test_rows_of_unrolled_rings_alone_are_placed_late(other: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="placed late"):
+        RingSchedule(directions=2, late=True, **other)
+
+
+PLAIN = "unidirectional"
+LATE = f"{PLAIN}, placed late"
+
+
+@pytest.mark.parametrize(
+    ("hardware", "proposed", "searched"),
+    [
+        ("cpu", {LATE}, {PLAIN, LATE, f"{PLAIN}, 2 chains, placed late"}),
+        ("tpu_v5p", set(), set()),
+    ],
+)
+def test_where_it_is_tried(hardware: str, proposed: set[str], searched: set[str]) -> None:
+    flow, (match,) = bodies.matched(PATTERNS["gather_free"].body, *two_operands(), axis_size=4)
+    assert isinstance(match.found, tuple)
+    axis = Axis(dataclasses.replace(by_name(hardware), overlaps=True), 4)
+    simple = {str(s) for s in candidates(flow, match.found[0], axis)}
+    thorough = {str(s) for s in candidates(flow, match.found[0], axis, thorough=True)}
+    if hardware == "cpu":
+        assert (simple, thorough) == (proposed, searched)
+    else:
+        assert not [name for name in simple | thorough if "late" in name]

@@ -1,0 +1,142 @@
+"""Weights' gradients on CPU devices: found, left out of gathers' rings, held back behind a scatter's."""
+
+# JAX leaves its collectives, and what jit and shard_map return, untyped.
+# mypy: allow-untyped-calls, no-warn-return-any
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from cost_model import Hardware, by_name
+from overlap import overlap_collectives
+from passes.graph import dataflow
+from passes.match import match_dataflow
+from passes.weight_gradients import held_back, weight_gradients
+from tests.passes import bodies, spmd
+
+ROWS, WIDTH, HIDDEN = 4, 6, 10
+CPU = dataclasses.replace(by_name("cpu"), overlaps=True)
+
+
+def mlp(x: Any, up: Any, down: Any) -> Any:
+    hidden = jax.nn.relu(lax.all_gather(x, "x", axis=0, tiled=True) @ up)
+    y = lax.psum_scatter(hidden @ down, "x", scatter_dimension=0, tiled=True)
+    return jnp.mean(y * y)[None]
+
+
+def step(devices: int) -> Any:
+    specs = (P("x"), P(None, "x"), P("x"))
+    mapped = jax.shard_map(mlp, mesh=spmd.mesh_of(devices), in_specs=specs, out_specs=P("x"))
+    return jax.jit(jax.value_and_grad(lambda *given: jnp.sum(mapped(*given)), argnums=(0, 1, 2)))
+
+
+def arguments(devices: int) -> list[np.ndarray]:
+    rng = np.random.default_rng(3)
+    shapes = ((ROWS * devices, WIDTH), (WIDTH, HIDDEN * devices), (HIDDEN * devices, WIDTH))
+    return [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+
+
+def backward(devices: int = 2) -> Any:
+    """The body of the backward pass."""
+    jaxpr = jax.make_jaxpr(step(devices))(*arguments(devices))
+    found = [eqn.params["jaxpr"] for eqn in bodies.equations(jaxpr) if eqn.primitive.name == "shard_map"]
+    return found[-1]
+
+
+def test_weights_gradients_are_the_dots_that_lead_to_no_collective() -> None:
+    flow = dataflow(backward())
+    shapes = {flow.avals[flow.ops[op].outputs[0]].shape for op in weight_gradients(flow)}
+    assert shapes == {(WIDTH, HIDDEN), (HIDDEN, WIDTH)}
+
+
+def test_a_dot_whose_result_is_summed_over_devices_is_none() -> None:
+    def body(x: Any, w: Any) -> Any:
+        return lax.psum(x.T @ x, "x"), x @ w
+
+    shards = [jax.ShapeDtypeStruct((4, 8), "float32"), jax.ShapeDtypeStruct((8, 2), "float32")]
+    mapped = jax.shard_map(
+        body, mesh=spmd.mesh_of(2), in_specs=(P("x"), P("x")), out_specs=(P(), P("x")), check_vma=False
+    )
+    wholes = [jax.ShapeDtypeStruct((s.shape[0] * 2, s.shape[1]), s.dtype) for s in shards]
+    flow = dataflow(bodies.mapped_body(jax.make_jaxpr(mapped)(*wholes)))
+    (dot,) = weight_gradients(flow)
+    assert flow.avals[flow.ops[dot].outputs[0]].shape == (4, 2)
+
+
+def test_they_are_held_back_beside_a_scatter_that_they_do_not_need() -> None:
+    flow = dataflow(backward())
+    matches = match_dataflow(flow)
+    found = [match.found[0] for match in matches if isinstance(match.found, tuple)]
+    held = held_back(flow, found, weight_gradients(flow))
+    assert set(held) == weight_gradients(flow)
+    assert {collective.kind for collective in held.values()} == {"reduce_scatter"}
+    gathers = [chain for chain in found if chain.collective.kind == "all_gather"]
+    assert not held_back(flow, gathers, weight_gradients(flow))
+
+
+def test_what_needs_the_scatter_s_result_is_not() -> None:
+    def body(x: Any, w: Any) -> Any:
+        y = lax.psum_scatter(x @ w, "x", scatter_dimension=0, tiled=True)
+        return y.T @ y
+
+    shards = [jax.ShapeDtypeStruct((4, 8), "float32"), jax.ShapeDtypeStruct((8, 2), "float32")]
+    flow, (match,) = bodies.matched(body, *shards, axis_size=2, check_vma=False)
+    assert isinstance(match.found, tuple)
+    assert len(weight_gradients(flow)) == 1
+    assert not held_back(flow, match.found, weight_gradients(flow))
+
+
+def decorated(devices: int, hardware: Hardware) -> Any:
+    return overlap_collectives(step(devices), policy="always", hardware=hardware, strict=True)
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_training_step_has_the_same_loss_and_gradients(devices: int) -> None:
+    given = arguments(devices)
+    ring = decorated(devices, CPU)
+    assert all(site.rewritten for site in ring.explain(*given).sites)
+    loss, gradients = ring(*given)
+    with jax.enable_x64(True):
+        expected, slopes = step(devices)(*(each.astype(np.float64) for each in given))
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    for found, wanted in zip(gradients, slopes, strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_the_gather_of_the_backward_pass_has_one_dot_on_cpu_devices_alone() -> None:
+    given = arguments(2)
+
+    def dots(hardware: Hardware) -> list[int]:
+        return [len(site.dots) for site in decorated(2, hardware).explain(*given).sites]
+
+    assert dots(CPU) == [1, 1, 1, 1]
+    assert dots(by_name("tpu_v5p")) == [1, 1, 2, 1]
+
+
+def test_they_wait_for_what_the_scatter_sends() -> None:
+    given = arguments(2)
+
+    def waiting(hardware: Hardware) -> int:
+        jaxpr = jax.make_jaxpr(decorated(2, hardware))(*given)
+        count = 0
+        for eqn in bodies.equations(jaxpr):
+            if eqn.primitive.name == "shard_map":
+                body = getattr(eqn.params["jaxpr"], "jaxpr", eqn.params["jaxpr"])
+                makers = {var: each for each in body.eqns for var in each.outvars}
+                for dot in (each for each in body.eqns if each.primitive.name == "dot_general"):
+                    shape = dot.outvars[0].aval.shape
+                    maker = makers.get(dot.invars[0])
+                    if shape in {(WIDTH, HIDDEN), (HIDDEN, WIDTH)} and maker is not None:
+                        count += maker.primitive.name == "custom_jvp_call"
+        return count
+
+    assert waiting(CPU) == 2
+    assert waiting(by_name("tpu_v5p")) == 0
