@@ -28,7 +28,7 @@ logger = logging.getLogger("overlap")
 WARM_UPS: Final = 2
 """Calls of each program before the timed ones."""
 
-ROUNDS: Final = 16
+ROUNDS: Final = 40
 """Samples of each program; all programs take turns."""
 
 CALLS: Final = 4
