@@ -76,7 +76,7 @@ class TestRace:
             return call
 
         met: list[float] = []
-        steady, lucky, faster = program(1.0), program(0.7, 1.4, 0.7), program(0.9, 0.92)
+        steady, lucky, faster = program(1.0), program(*(0.7, 1.4) * 9, 0.7, 0.7), program(0.9, 0.92)
         original_s, lucky_s, faster_s = autotune.race(
             [steady, lucky, faster], [np.zeros(1)], 1, lambda: met.append(now[0]), lambda: now[0]
         )

@@ -25,6 +25,7 @@ from tests.passes.ring_patterns import PATTERNS, assert_gradients_and_vmap, asse
 
 BLOCK = 6
 GATHERS = [name for name in PATTERNS if name.startswith("gather")]
+TILED = [name for name in GATHERS if PATTERNS[name].tiled]
 
 
 def late(chains: int, directions: Any = 1) -> RingSchedule:
@@ -34,8 +35,12 @@ def late(chains: int, directions: Any = 1) -> RingSchedule:
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
 @pytest.mark.parametrize("axis_size", [2, 4, 5])
-@pytest.mark.parametrize("schedule", [late(1), late(2), late(1, 2)], ids=str)
-@pytest.mark.parametrize("name", GATHERS)
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [(name, late(1)) for name in GATHERS]
+    + [(name, schedule) for name in TILED for schedule in (late(2), late(1, 2))],
+    ids=str,
+)
 def test_values(name: str, schedule: RingSchedule, axis_size: int, dtype: str, check_vma: bool) -> None:
     jaxpr = assert_values(name, axis_size, BLOCK, schedule, dtype, check_vma=check_vma)
     assert hops(jaxpr, "ppermute") == (axis_size - 1) * schedule.pieces
