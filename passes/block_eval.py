@@ -34,14 +34,12 @@ class Piece:
       part: which part of the block.
       later: an int32 0 that is known only once something else is, so that the piece is neither cut out nor
         placed before; None where it may be at any time. See `Places.nothing_of`.
-      kept: takes what is cut out; see `cpu_queue.Queue`.
     """
 
     places: Places
     distance: Any
     part: Part
     later: Any = None
-    kept: list[Any] | None = None
 
     @property
     def share(self) -> Fraction:
@@ -60,10 +58,7 @@ class Piece:
         """The piece of a whole array."""
         size = whole.shape[dim]
         length = int(size * self.share)
-        block = lax.dynamic_slice_in_dim(whole, self._start(size), length, dim, allow_negative_indices=False)
-        if self.kept is not None:
-            self.kept.append(block)
-        return block
+        return lax.dynamic_slice_in_dim(whole, self._start(size), length, dim, allow_negative_indices=False)
 
     def place(self, whole: Any, piece: Any, dim: int, *, apart: bool = False) -> Any:
         """The whole array with the piece written into it, by its maker or apart from that."""

@@ -24,20 +24,15 @@ class Queue:
 
     Args:
       places: where the collective's devices stand.
-
-    Attributes:
-      kept: values whose memory is not to be free before all is there: blocks that are cut out for a dot, and
-        what it makes.
     """
 
     def __init__(self, places: Places) -> None:
         self._places = places
         self._sent: dict[int, Any] = {}
-        self.kept: list[Any] = []
 
     def known(self, *values: Any) -> Any:
-        """An int32 0 that is there once all values are, and before which no memory of those kept is free."""
-        return self._places.nothing_of(*values, *self.kept)
+        """An int32 0 that is there once all values are."""
+        return self._places.nothing_of(*values)
 
     def copy(self, value: Any, *, lane: int = 0, after: Any = None) -> Any:
         """The value as a copy, three operations later than what is ready along with it.

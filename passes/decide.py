@@ -365,7 +365,7 @@ def _contracted(
         for source, target in graph.edges
         if (a := unit_of.get(source, source)) != (b := unit_of.get(target, target))
     )
-    order.add_edges_from((unit_of[beside.op], dot) for dot, beside in held.items())
+    order.add_edges_from((beside.op, dot) for dot, beside in held.items() if beside.op in units)
     for number, unit in units.items():
         if isinstance(unit, ShardReduction):
             # It goes its own way from the gather's operand, beside the ring.

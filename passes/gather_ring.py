@@ -105,7 +105,6 @@ class _Ring:
         self.cut_apart = _cut_apart(flow, chain) if schedule.cut == "apart" else {}
         self.explicit = not flow.differentiable and shims.explicit_starts(flow.avals[chain.wire])
         self.queue = Queue(rings[0])
-        self.kept = self.queue.kept if schedule.late else None
         self.late: list[tuple[Piece, dict[int, Any]]] = []
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
@@ -213,7 +212,7 @@ class _Ring:
     def _take_in(self, step: Any, at_hand: list[Any], results: Results) -> Results:
         """Runs everything that arrived shards are for, and adds it to the results."""
         pieces = [
-            Piece(self.rings[part.ring], step if part.step == 1 else -step, part, kept=self.kept)
+            Piece(self.rings[part.ring], step if part.step == 1 else -step, part)
             for part in self._parts(step)
         ]
         if self.schedule.joined and self.cut_across is None and len(pieces) > 1:

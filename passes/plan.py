@@ -84,8 +84,8 @@ class Plan:
         if not self.first_in_first_out or self.flow.differentiable:
             return {}
         chains = [d.ring.chain for d in decisions if d.rewritten and d.ring is not None]
-        taken = {dot.op for chain in chains for dot in chain.dots}
-        return held_back(self.flow, chains, weight_gradients(self.flow) - taken)
+        members = {op for chain in chains for op in chain.members}
+        return held_back(self.flow, chains, weight_gradients(self.flow, members))
 
     def bodies_of(self, index: int) -> tuple[Plan, ...]:
         """The plans of the replaceable bodies of one operation."""

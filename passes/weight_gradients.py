@@ -9,7 +9,7 @@ last. Other compilers order a program themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 from jax.extend import core as jex_core
 
@@ -19,13 +19,18 @@ from passes.collective import Collective
 from passes.graph import COLLECTIVES, Dataflow, Op
 
 
-def weight_gradients(flow: Dataflow) -> frozenset[int]:
-    """The dots from which no collective is reached, nor an operation with a body or an effect."""
+def weight_gradients(flow: Dataflow, rings: Set[int] = frozenset()) -> frozenset[int]:
+    """The dots from which no collective is reached, nor an operation with a body or an effect, nor a ring.
+
+    Args:
+      flow: the dataflow graph.
+      rings: the operations that rings replace.
+    """
     awaited: set[int] = set()
     found = []
     for index in reversed(tuple(flow.live)):
         op = flow.ops[index]
-        if _may_communicate(op) or any(value in awaited for value in op.outputs):
+        if index in rings or _may_communicate(op) or any(value in awaited for value in op.outputs):
             awaited.update(operand for operand in op.inputs if isinstance(operand, int))
         elif op.name == "dot_general":
             found.append(index)

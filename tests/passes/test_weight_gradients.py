@@ -71,6 +71,29 @@ def test_a_dot_whose_result_is_summed_over_devices_is_none() -> None:
     assert flow.avals[flow.ops[dot].outputs[0]].shape == (4, 2)
 
 
+def test_a_dot_that_a_ring_needs_is_none() -> None:
+    """Held back behind the scatter, which needs the gather's ring, it would wait for itself."""
+
+    def body(x: Any, w: Any, v: Any) -> Any:
+        scale = v @ v.T
+        gathered = lax.all_gather(x, "x", axis=0, tiled=True)
+        return lax.psum_scatter((gathered * scale) @ w, "x", scatter_dimension=0, tiled=True)
+
+    devices = 2
+    specs = (P("x"), P("x"), P("x"))
+    mapped = jax.jit(
+        jax.shard_map(body, mesh=spmd.mesh_of(devices), in_specs=specs, out_specs=P("x"), check_vma=False)
+    )
+    rng = np.random.default_rng(4)
+    given = [rng.normal(size=shape).astype(np.float32) for shape in ((4, 4), (8, 6), (8, 3))]
+    flow = dataflow(bodies.mapped_body(jax.make_jaxpr(mapped)(*given)))
+    found = [match.found[0] for match in match_dataflow(flow) if isinstance(match.found, tuple)]
+    members = {op for chain in found for op in chain.members}
+    assert not weight_gradients(flow, members)
+    ring = overlap_collectives(mapped, policy="always", hardware=CPU, strict=True)
+    np.testing.assert_allclose(ring(*given), mapped(*given), rtol=1e-4, atol=1e-5)
+
+
 def test_they_are_held_back_beside_a_scatter_that_they_do_not_need() -> None:
     flow = dataflow(backward())
     matches = match_dataflow(flow)
