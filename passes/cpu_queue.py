@@ -30,11 +30,7 @@ class Queue:
         self._places = places
         self._sent: dict[int, Any] = {}
 
-    def known(self, *values: Any) -> Any:
-        """An int32 0 that is there once all values are."""
-        return self._places.nothing_of(*values)
-
-    def copy(self, value: Any, *, lane: int = 0, after: Any = None) -> Any:
+    def copy(self, value: Any, *, lane: int = 0) -> Any:
         """The value as a copy, three operations later than what is ready along with it.
 
         A sort is an operation that XLA fuses with no other. The value that was sent before on the same lane
@@ -43,9 +39,8 @@ class Queue:
         Args:
           value: what is to be sent.
           lane: values of one lane are sent one after the other.
-          after: something else to wait for; None for nothing.
         """
-        first = self._places.nothing_of(value if after is None else after)
+        first = self._places.nothing_of(value)
         nothing = lax.sort(jnp.stack([first, first]))[0]
         if lane in self._sent:
             nothing = lax.bitwise_or(nothing, self._places.nothing_of(self._sent[lane], value))
@@ -55,9 +50,13 @@ class Queue:
 
 def can_wait(dtype: Any) -> bool:
     """Whether ``behind`` holds back values of a dtype."""
-    return bool(jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)) and (
-        dtype.itemsize * 8 == (jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo)(dtype).bits
-    )
+    if jnp.issubdtype(dtype, jnp.floating):
+        bits = jnp.finfo(dtype).bits
+    elif jnp.issubdtype(dtype, jnp.integer):
+        bits = jnp.iinfo(dtype).bits
+    else:
+        return False
+    return bool(bits == 8 * dtype.itemsize)
 
 
 def behind(value: Any, nothing: Any) -> Any:

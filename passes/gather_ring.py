@@ -140,7 +140,7 @@ class _Ring:
             at_hand, results = self._step(step, at_hand, results)
         results = self._take_in(hops, at_hand, results)
         if self.schedule.late:
-            return placed_late(self.flow, self.chain, self.late, self.queue.known(*at_hand))
+            return placed_late(self.flow, self.chain, self.late, self.rings[0].nothing_of(*at_hand))
         return results
 
     def pieces_of(self, wire: Any) -> list[Any]:

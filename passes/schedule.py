@@ -79,7 +79,6 @@ class RingSchedule:
             raise ValueError(f"walks are unrolled rings of one direction, not {self}")
         if self.halfway and (self.directions == 1 or self.unroll or self.across or self.joined):
             raise ValueError(f"half way round go whole shards both ways, unrolled, not {self}")
-
         if self.late and (self.unroll or self.joined or self.across or self.columns > 1):
             raise ValueError(f"what is placed late is of unrolled rings of rows, not {self}")
 
