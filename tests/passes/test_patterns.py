@@ -360,7 +360,9 @@ def test_hessians_and_linearizations_go_through_the_rule(check_vma: bool) -> Non
 def test_the_gradient_of_a_decorated_function_is_rings_and_keeps_no_more_residuals(
     pattern: str, dtype: str
 ) -> None:
-    """Against the decorated gradient; kind of figure: the compiler's own account of temporary memory."""
+    """Residuals against the original's, but for the arguments. Temporary memory against the decorated
+    gradient's, by the compiler's own account: weights' gradients wait elsewhere there, and CPU devices, which
+    widen the operands of a bfloat16 dot, hold one such copy more or less."""
     layers, tokens, width, hidden = 3, 256, 128, 512
 
     def tensor(x: Any, w: Any, v: Any) -> Any:
@@ -399,10 +401,15 @@ def test_the_gradient_of_a_decorated_function_is_rings_and_keeps_no_more_residua
     def decorated(f: Any) -> Any:
         return overlap.overlap_collectives(f, policy="always", strict=True)
 
+    def elements(arrays: Any) -> int:
+        return sum(a.size for a in jax.tree.leaves(arrays))
+
+    residuals = [jax.eval_shape(lambda *a, f=f: jax.vjp(f, *a)[1], *arguments) for f in (decorated(f), f)]
+    assert elements(residuals[0]) <= elements(residuals[1]) + elements(arguments)
     inside = gradient(decorated(f)).lower(*arguments).compile()
     outside = decorated(gradient(f)).lower(*arguments).compile()
     kept, wanted = (c.memory_analysis().temp_size_in_bytes for c in (inside, outside))
-    assert kept <= 1.1 * wanted
+    assert kept <= 1.15 * wanted
     rings = [c.as_text().count(" collective-permute(") for c in (inside, outside)]
     assert rings[0] == rings[1] > 0
     forward = decorated(f).lower(*arguments).compile().as_text().count(" collective-permute(")
