@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,17 +23,38 @@ from overlap.trial_target import Target
 from overlap.trial_times import Failed, Timed, Times
 from overlap.verify import compiled_for, failed, one_line
 from passes import Choice, Excerpt
+from passes.graph import equations
+from passes.shims import has_effects
 
 logger = logging.getLogger("overlap")
 
 WARM_UPS: Final = 2
 """Calls of each program before the timed ones."""
 
-ROUNDS: Final = 40
+HEAT: Final = 8
 """Samples of each program; all programs take turns."""
+
+FINALISTS: Final = 3
+"""Rings that are timed further: the fastest of the heat."""
+
+ROUNDS: Final = 32
+"""Samples of the chain as written and of each finalist, those of the heat among them."""
 
 CALLS: Final = 4
 """Calls per sample, sent off one after the other so that the device does not wait for the host."""
+
+SELECTIONS: Final = 6
+"""Selections of a whole program's rings that are timed at most."""
+
+WHOLE_BYTES: Final = 1 << 30
+"""Bytes per device that the arguments of a whole program may have; the user's own lie beside them."""
+
+HARMFUL: Final = frozenset(
+    {"while", "pure_callback", "io_callback", "debug_callback", "debug_print", "ffi_call"}
+)
+"""Primitives that keep a whole program from being run: with arguments that are not the user's, a loop may
+never end, and code outside the program may do anything.
+"""
 
 MESSAGE_BYTES: Final = 1 << 14
 """Length of what process 0 tells the others."""
@@ -48,6 +70,15 @@ def measurable(target: Target) -> bool:
     return target.processes in ({jax.process_index()}, set(range(jax.process_count())))
 
 
+def harmless(jaxpr: Any, arguments: Sequence[jax.ShapeDtypeStruct]) -> bool:
+    """Whether a whole program can be run to time it: it only computes, and its arguments are not large."""
+    shards = [a.sharding.shard_shape(a.shape) if a.sharding else a.shape for a in arguments]
+    own = sum(math.prod(shard) * a.dtype.itemsize for shard, a in zip(shards, arguments, strict=True))
+    if own > WHOLE_BYTES or has_effects(jaxpr):
+        return False
+    return all(eqn.primitive.name not in HARMFUL for eqn in equations(jaxpr))
+
+
 def measured_times(
     program: Excerpt[Choice],
     choices: Sequence[Choice],
@@ -57,7 +88,7 @@ def measured_times(
     """The wall-clock times of a chain and of its rings, run in turn.
 
     Args:
-      program: the chain.
+      program: the chain; or a whole program, whose arguments lie everywhere where it does not say.
       choices: the rings to try.
       target: what to run on; ``measurable``.
       done: called after each program.
@@ -67,16 +98,20 @@ def measured_times(
       takes at worst, see `race`. None where the chain as written cannot be run.
     """
     versions = [program.original, *map(program.version, choices)]
+    everywhere = jax.NamedSharding(target.mesh, jax.P())
+    arguments = tuple(
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding or everywhere) for a in program.arguments
+    )
     runs: list[Any] = []
     for version in versions:
         try:
-            runs.append(compiled_for(version, program.arguments, target))
+            runs.append(compiled_for(version, arguments, target))
         except Exception as error:
             runs.append(error)
         done()
     values: list[Any] = []
     try:
-        values = [some(argument, number) for number, argument in enumerate(program.arguments)]
+        values = [some(argument, number) for number, argument in enumerate(arguments)]
         jax.block_until_ready(values)
     except Exception as error:
         runs[0] = error
@@ -97,7 +132,7 @@ def measured_times(
         return None
     runnable = [run if not isinstance(run, Exception) else None for run in runs]
     meet = meeting(target.mesh) if len(target.processes) > 1 else lambda: None
-    seconds = race(runnable, values, _calls(target), meet)
+    seconds = race(runnable, values, _calls(target), meet, lambda medians: _of_process_0(target, medians))
     found: list[Timed | Failed] = [
         failed(choice, run, lasting=False)
         if isinstance(run, Exception)
@@ -112,9 +147,12 @@ def race(
     values: Sequence[Any],
     calls: int,
     meet: Callable[[], object] = lambda: None,
+    agree: Callable[[list[float]], list[float]] = lambda medians: medians,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Seconds of one call of each function; 0 where there is none.
+
+    After a heat of all, the first goes on with the fastest of the others.
 
     Of the first it is the median. Of the others it is what they take at worst: the first's median over the
     lower bound of their speed-up (`overlap.speedup`), so that a time which varies by chance gains nothing.
@@ -127,14 +165,19 @@ def race(
       values: their arguments.
       calls: per sample.
       meet: called before each sample.
+      agree: from the medians of the heat to those that all processes go by.
       clock: tells the time in seconds.
     """
     samples: list[list[float]] = [[] for _ in runs]
+    racing = [number for number, run in enumerate(runs) if run is not None]
     for first in range(ROUNDS):
-        for number in [*range(len(runs))[first % len(runs) :], *range(len(runs))[: first % len(runs)]]:
+        if first == HEAT:
+            medians = agree([statistics.median(taken or [math.inf]) for taken in samples])
+            finalists = sorted(racing[1:], key=lambda number: medians[number])[:FINALISTS]
+            racing = [0, *sorted(finalists)]
+        for number in [*racing[first % len(racing) :], *racing[: first % len(racing)]]:
             run = runs[number]
-            if run is None:
-                continue
+            assert run is not None
             meet()
             begin_s = clock()
             results = None
@@ -186,6 +229,16 @@ def agreed(times: Times | None, choices: Sequence[object], target: Target) -> Ti
     message = np.frombuffer(text.encode().ljust(MESSAGE_BYTES), np.uint8)
     told = json.loads(_apart(multihost_utils.broadcast_one_to_all, message).tobytes())
     return None if told is None else times_of(told, "", choices)
+
+
+def _of_process_0(target: Target, values: list[float]) -> list[float]:
+    """Its values, in every process; each must call this."""
+    if len(target.processes) == 1:
+        return values
+    from jax.experimental import multihost_utils
+
+    told = _apart(multihost_utils.broadcast_one_to_all, np.array(values))
+    return [float(value) for value in told]
 
 
 def _where_all(target: Target, runs: Sequence[Any]) -> list[Any]:

@@ -12,6 +12,9 @@ from passes import Choice, Trial
 GAIN: Final = 0.01
 """By how much of its own time a ring must beat the chain as written."""
 
+NEARLY: Final = 0.1
+"""By how much a ring may be slower than its chain as written, to be tried within the program all the same."""
+
 
 @dataclass(frozen=True, slots=True)
 class Timed:
@@ -100,4 +103,5 @@ def choose(times: Times, choices: Sequence[Choice], kind: str) -> Trial[Choice]:
         note="It needs more memory." if lean else "",
         larger=choices[larger] if larger_s < min(enough_s, best_s / (1 + GAIN)) else None,
         larger_s=larger_s,
+        nearly=choices[best] if enough_s <= best_s <= times.original.seconds * (1 + NEARLY) else None,
     )

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
 
 import jax
-from jax.extend import core as jex_core
 
 from cost_model import Hardware
 from overlap import autotune, trial_target, verify
@@ -16,7 +15,7 @@ from overlap.schedule_cache import ScheduleCache, default_directory
 from overlap.trial_target import Target
 from overlap.trial_times import Times, choose
 from passes import Choice, Excerpt, Trial, shims
-from passes.graph import COLLECTIVES
+from passes.graph import COLLECTIVES, equations
 
 logger = logging.getLogger("overlap")
 
@@ -67,8 +66,12 @@ class Trials:
         times, kind = None, "measured"
         if self._policy == "autotune" and autotune.measurable(target):
             if program.whole:
-                return None  # it may do more than compute, and its arguments may fill the memory
+                if not autotune.harmless(jaxpr, program.arguments):
+                    return None
+                choices = choices[: autotune.SELECTIONS]
             times = self._times("autotune", program, jaxpr, choices, target, description)
+            if times is None and program.whole:
+                return None
         if times is None:
             kind = "modelled"
             times = self._times("verify", program, jaxpr, choices, target, description)
@@ -127,18 +130,11 @@ class Trials:
 
 def place(jaxpr: Any) -> str:
     """The first collective of a chain's program, and where it is in the user's code."""
-    for eqn in _equations(jaxpr):
+    for eqn in equations(jaxpr):
         if eqn.primitive.name in COLLECTIVES:
             line = shims.source_line(eqn)
             return f"{eqn.primitive.name} at {line}" if line != shims.UNKNOWN else eqn.primitive.name
     return "a chain"
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    for eqn in shims.open_jaxpr(jaxpr)[0].eqns:
-        yield eqn
-        for inner in jex_core.jaxprs_in_params(eqn.params):
-            yield from _equations(inner)
 
 
 @contextlib.contextmanager

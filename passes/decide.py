@@ -44,8 +44,8 @@ class Decision:
       estimate: the ring's predicted times; None where there is no chain or the hardware is unknown.
       rewritten: whether the ring does replace it.
       reason: why, or why not.
-      larger: a faster ring that by itself needs more memory than the chain as written, which need not be so
-        within the program; None if there is none.
+      within: another ring to try within the program: one that is faster and by itself needs more memory than
+        the chain as written; or, on CPU devices, one that gains nothing by itself. None if there is none.
     """
 
     collective: Collective
@@ -53,7 +53,7 @@ class Decision:
     estimate: Estimate | None
     rewritten: bool
     reason: Reason
-    larger: Decision | None = None
+    within: Decision | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +68,8 @@ class Trial(Generic[Choice]):
       note: a sentence on what else decided; may be empty.
       larger: a version that is faster still, and needs more memory; None if there is none.
       larger_s: that version.
+      nearly: where none is faster, the fastest that needs no more memory, if it is hardly slower than the
+        part as written; else None.
     """
 
     choice: Choice | None
@@ -77,6 +79,7 @@ class Trial(Generic[Choice]):
     note: str = ""
     larger: Choice | None = None
     larger_s: float = math.inf
+    nearly: Choice | None = None
 
 
 TryOut = Callable[[Excerpt[Any], tuple[Any, ...]], Trial[Any] | None]
@@ -276,10 +279,14 @@ def _tried(flow: Dataflow, proposal: Decision, network: Network, try_out: TryOut
         decision = dataclasses.replace(proposal, reason=reason)
     else:
         decision = with_ring(trial.choice, trial.ring_s, trial.note)
-    if trial.larger is None:
-        return decision
-    note = "By itself it needs more memory, and not within the program."
-    return dataclasses.replace(decision, larger=with_ring(trial.larger, trial.larger_s, note))
+    if trial.larger is not None:
+        note = "By itself it needs more memory, and not within the program."
+        return dataclasses.replace(decision, within=with_ring(trial.larger, trial.larger_s, note))
+    if trial.nearly is not None and network.first_in_first_out:
+        # What its hops leave idle, other chains can use.
+        note = "By itself it gains nothing, and within the program it does."
+        return dataclasses.replace(decision, within=with_ring(trial.nearly, trial.ring_s, note))
+    return decision
 
 
 def _found(trial: Trial[RingSchedule], ring_s: float, note: str) -> str:

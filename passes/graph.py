@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+from jax.extend import core as jex_core
 
 from passes import shims
 from passes.blocks import is_blockwise
@@ -41,6 +43,14 @@ class Literal:
 
 
 Operand = int | Literal
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, and after each those of the jaxprs that it calls."""
+    for eqn in shims.open_jaxpr(jaxpr)[0].eqns:
+        yield eqn
+        for inner in jex_core.jaxprs_in_params(eqn.params):
+            yield from equations(inner)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -90,12 +90,12 @@ def _attempts(plans: list[Plan]) -> Iterator[Rings]:
             key = number, decision.collective.op
             if decision.rewritten and decision.ring is not None:
                 lean[key] = fastest[key] = decision
-            if decision.larger is None:
+            if decision.within is None:
                 continue
             # What is not rewritten has left its dots to others.
-            if decision.rewritten or not taken.intersection(dots_of(decision.larger)):
-                taken.update(dots_of(decision.larger))
-                fastest[key] = decision.larger
+            if decision.rewritten or not taken.intersection(dots_of(decision.within)):
+                taken.update(dots_of(decision.within))
+                fastest[key] = decision.within
     order = sorted(fastest, key=lambda key: (benefit_s(fastest[key]), key))
     yield fastest
     for key in order:

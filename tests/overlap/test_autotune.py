@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from overlap import autotune, overlap_collectives, verify
 from overlap.schedule_cache import VARIABLE
 from overlap.trial_target import COMPILE_ONLY, Target
-from tests.overlap.mlp import check, hops, mesh_of
+from tests.overlap.mlp import check, hops, mesh_of, mlp, reference
 from tests.overlap.test_multi_process import START, run
 from tests.overlap.trial_programs import SCHEDULES, Compiler, chain, gather, mapped, trials
 
@@ -78,12 +79,34 @@ class TestRace:
         met: list[float] = []
         steady, lucky, faster = program(1.0), program(*(0.7, 1.4) * 9, 0.7, 0.7), program(0.9, 0.92)
         original_s, lucky_s, faster_s = autotune.race(
-            [steady, lucky, faster], [np.zeros(1)], 1, lambda: met.append(now[0]), lambda: now[0]
+            [steady, lucky, faster], [np.zeros(1)], 1, lambda: met.append(now[0]), clock=lambda: now[0]
         )
         assert original_s == pytest.approx(1.0)
         assert lucky_s > 1.0, "its median is 0.7"
         assert 0.9 <= faster_s <= 0.92 + 1e-9
         assert len(met) == 3 * autotune.ROUNDS
+
+    def test_the_fastest_of_a_heat_go_on_as_all_processes_agree(self) -> None:
+        now, called = [0.0], [0] * 7
+
+        def program(number: int, seconds: float) -> Any:
+            def call(value: Any) -> Any:
+                called[number] += 1
+                now[0] += seconds
+                return value
+
+            return call
+
+        def agree(medians: list[float]) -> list[float]:
+            assert medians == pytest.approx([1.0, 0.5, 0.6, np.inf, 0.7, 0.8, 0.9])
+            return [1.0, 0.9, 0.6, np.inf, 0.8, 0.7, 0.5]
+
+        runs = [program(n, s) for n, s in enumerate((1.0, 0.5, 0.6, 0.0, 0.7, 0.8, 0.9))]
+        runs[3] = None
+        found = autotune.race(runs, [np.zeros(1)], 1, agree=agree, clock=lambda: now[0])
+        assert found == pytest.approx([1.0, 0.5, 0.6, 0.0, 0.7, 0.8, 0.9])
+        heat, rounds = autotune.HEAT, autotune.ROUNDS
+        assert called == [rounds, heat, rounds, 0, heat, rounds, rounds]
 
 
 class TestDecision:
@@ -185,6 +208,119 @@ class TestDecision:
         assert not Target(Mesh(), None).attached  # type: ignore[arg-type]
 
 
+def whole_race(monkeypatch: pytest.MonkeyPatch, whole_us: list[float]) -> list[int]:
+    """Lets every ring of a chain be a little slower than its chain, and a whole program take given times.
+
+    A program as written is whole if it has two collectives.
+    """
+    raced: list[int] = []
+
+    def race(runs: Any, *_: Any) -> list[float]:
+        text = runs[0].as_text()
+        if text.count(" all-gather(") + text.count(" reduce-scatter(") < 2:
+            return [1.0, *(1.02 + number / 10 for number in range(len(runs) - 1))]
+        raced.append(len(runs))
+        return [us / 1e6 for us in whole_us[: len(runs)]]
+
+    monkeypatch.setattr(autotune, "race", race)
+    return raced
+
+
+class TestWholeProgram:
+    def test_rings_that_gain_together_alone_are_taken_on_cpu_devices(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        raced = whole_race(monkeypatch, [100, 80, 90, 95])
+        function = overlap_collectives(
+            jax.jit(mlp(mesh_of())), policy="autotune", hardware="cpu", strict=True
+        )
+        wanted = reference()
+        sites = function.explain(*wanted.arguments).sites
+        assert raced == [4], "as written, both rings, and each of them"
+        assert [site.rewritten for site in sites] == [True, True]
+        assert all("By itself it gains nothing, and within the program it does." in s.sentence for s in sites)
+        check(function(*wanted.arguments), wanted.value())
+
+    def test_rings_that_gain_nothing_together_are_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole_race(monkeypatch, [100, 100, 101, 99.5])
+        function = overlap_collectives(
+            jax.jit(mlp(mesh_of())), policy="autotune", hardware="cpu", strict=True
+        )
+        assert not any(site.rewritten for site in function.explain(*reference().arguments).sites)
+
+    def test_on_devices_that_run_a_program_in_order_a_ring_has_to_gain_by_itself(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        raced = whole_race(monkeypatch, [100, 80, 90, 95])
+        function = overlap_collectives(
+            jax.jit(mlp(mesh_of())), policy="autotune", hardware="tpu_v5p", strict=True
+        )
+        assert not any(site.rewritten for site in function.explain(*reference().arguments).sites)
+        assert not raced
+
+    def test_no_more_selections_are_run_than_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        raced = racing(monkeypatch, *[100] * (1 + autotune.SELECTIONS))
+        program, _ = chain()
+        whole: Any = dataclasses.replace(program, whole=True, version=lambda number: program.original)
+        trial: Any = trials("autotune")(whole, tuple(range(10)))
+        assert raced == [1 + autotune.SELECTIONS]
+        assert trial.choice is None
+
+    def test_what_cannot_run_whole_stays_as_the_chains_trials_say(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        program, choices = chain()
+        monkeypatch.setattr(autotune, "measured_times", lambda *_: None)
+        assert trials("autotune")(dataclasses.replace(program, whole=True), choices) is None
+
+    def test_whole_programs_of_arguments_that_lie_anywhere_are_run(self) -> None:
+        program, choices = chain()
+        x, w = program.arguments
+        loose = dataclasses.replace(
+            program, whole=True, arguments=(x, jax.ShapeDtypeStruct(w.shape, w.dtype))
+        )
+        found = trials("autotune")(loose, choices)
+        assert found is not None
+        assert found.kind == "measured"
+
+
+def looping(x: Any) -> Any:
+    """A loop that ends when a value says so."""
+    return jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x + 1, x)
+
+
+def calling(x: Any) -> Any:
+    """Code outside the program, in a loop."""
+    called = jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((), x.dtype), x[0])
+    return jax.lax.fori_loop(0, 2, lambda _, y: y + called, x)
+
+
+def printing(x: Any) -> Any:
+    """An effect."""
+    jax.debug.print("{}", x)
+    return x
+
+
+@pytest.mark.parametrize("function", [looping, calling, printing])
+def test_programs_that_do_more_than_compute_are_not_run_whole(function: Any) -> None:
+    argument = jax.ShapeDtypeStruct((4,), jnp.float32)
+    assert not autotune.harmless(jax.jit(function).trace(argument).jaxpr, [argument])
+
+
+def test_programs_of_large_arguments_are_not_run_whole() -> None:
+    sharding = jax.sharding.NamedSharding(mesh_of(4), jax.sharding.PartitionSpec("x"))
+    rows = autotune.WHOLE_BYTES // 4
+    harmless = [
+        autotune.harmless(jax.jit(lambda x: x + 1).trace(argument).jaxpr, [argument])
+        for argument in (
+            jax.ShapeDtypeStruct((4 * rows,), jnp.float32, sharding=sharding),
+            jax.ShapeDtypeStruct((4 * rows + 4,), jnp.float32, sharding=sharding),
+            jax.ShapeDtypeStruct((rows + 1,), jnp.float32),
+        )
+    ]
+    assert harmless == [True, False, False]
+
+
 @pytest.mark.parametrize(
     "dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "uint8", "int32", "bool", "complex64"]
 )
@@ -210,7 +346,7 @@ from tests.overlap.trial_programs import gather, mapped
 os.environ["OVERLAP_CACHE_DIR"] = f"{what}/process_{index}"
 wanted = reference()
 
-def race(runs, values, calls, meet):
+def race(runs, values, calls, meet, agree):
     meet()
     # The programs do run, and the two processes disagree about which is the fastest.
     for run in runs:
@@ -261,7 +397,7 @@ def test_processes_that_measure_differently_decide_alike(tmp_path: Path) -> None
     # The first schedule is the fastest to process 0 and the slowest to process 1.
     assert all("600000 µs as the best ring tried" in site[2] for site in one["first"]["sites"])
     files = [sorted(path.name for path in (tmp_path / f"process_{i}").iterdir()) for i in range(2)]
-    assert len(files[0]) == 3
+    assert len(files[0]) == 4
     assert files[0] == files[1]
     kept = [
         [json.loads((tmp_path / f"process_{i}" / name).read_text()) for name in files[i]] for i in range(2)
