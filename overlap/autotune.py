@@ -31,13 +31,13 @@ logger = logging.getLogger("overlap")
 WARM_UPS: Final = 2
 """Calls of each program before the timed ones."""
 
-HEAT: Final = 8
+HEAT: Final = 6
 """Samples of each program; all programs take turns."""
 
-FINALISTS: Final = 3
+FINALISTS: Final = 2
 """Rings that are timed further: the fastest of the heat."""
 
-ROUNDS: Final = 32
+ROUNDS: Final = 20
 """Samples of the chain as written and of each finalist, those of the heat among them."""
 
 CALLS: Final = 4

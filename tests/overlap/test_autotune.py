@@ -106,7 +106,7 @@ class TestRace:
         found = autotune.race(runs, [np.zeros(1)], 1, agree=agree, clock=lambda: now[0])
         assert found == pytest.approx([1.0, 0.5, 0.6, 0.0, 0.7, 0.8, 0.9])
         heat, rounds = autotune.HEAT, autotune.ROUNDS
-        assert called == [rounds, heat, rounds, 0, heat, rounds, rounds]
+        assert called == [rounds, heat, rounds, 0, heat, heat, rounds]
 
 
 class TestDecision:
