@@ -2,6 +2,7 @@
 
     python -m bench.network             everything; prints rows as they come, writes bench/results/network.*
     python -m bench.network --quick     one ratio, few rounds, small: shows that it runs, not what it gains
+    python -m bench.network --ratios 1 --renew  those rows anew; all others in network.json stay as they are
     python -m bench.network --loopback  without namespaces and rates: needs no root
     python -m bench.network --remove    only removes what a killed run left behind
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import json
 import os
 import platform
@@ -29,7 +31,20 @@ from typing import Any, Final
 from bench.network_cases import CASES, INNER, OUTER, Sizes, rate_for, rows_for
 from bench.network_job import THREADS, Job, JobError, job, slowest
 from bench.network_links import Links, LinksError, links, remove_left_behind
-from bench.network_results import RACED, Goal, Row, cells, goals, header, outcome, predicted, table, to_dict
+from bench.network_results import (
+    RACED,
+    Goal,
+    Row,
+    cells,
+    dates,
+    from_dict,
+    goals,
+    header,
+    outcome,
+    predicted,
+    table,
+    to_dict,
+)
 from cost_model.fitting import fit_hop
 
 RESULTS: Final = Path(__file__).resolve().parent / "results"
@@ -145,6 +160,7 @@ def row_of(
         predicted_s=guesses,
         schedules={variant: [outcome(site) for site in of] for variant, of in sites.items()},
         apart={v: max(reply["apart"][v] for reply in told) for v in told[0]["apart"]},
+        date=datetime.date.today().isoformat(),
     )
 
 
@@ -173,7 +189,7 @@ def written(rows: Sequence[Row], found: Sequence[Goal], made_with: Mapping[str, 
         "P processes with one CPU device each, gloo, one rate-limited link per process to a switch. The "
         "ratio is as set and, in brackets, as measured. × is the speed-up over the original; ~ is within "
         "noise (95 % bootstrap interval). Efficiency is max(compute, communication) / time. Predictions are "
-        "relative to what was measured. Processes beyond the number of cores share them.",
+        "relative to what was measured. Processes beyond the number of cores share them. " + dates(rows),
         "",
         table(rows),
         "",
@@ -200,21 +216,35 @@ def _signals_as_exits() -> Iterator[None]:
             signal.signal(end, handler)
 
 
-def run(options: argparse.Namespace, effort: Effort) -> tuple[list[Row], dict[str, Any]]:
-    """All rows, printed as they come, and what they were measured with."""
+def run(options: argparse.Namespace, effort: Effort, rows: list[Row], made_with: dict[str, Any]) -> None:
+    """Measures all rows, and prints them as they come.
+
+    Args:
+      options: the command line.
+      effort: how much is measured.
+      rows: is added to, so that what was measured before a failure is not lost.
+      made_with: what they were measured with; is added to.
+
+    Raises:
+      JobError, LinksError: what the run ended with.
+    """
     cores = sorted(os.sched_getaffinity(0))
-    rows: list[Row] = []
-    made_with: dict[str, Any] = {}
     print("| " + " | ".join(header()) + " |", flush=True)
     for processes in options.processes:
         with contextlib.ExitStack() as stack:
             joined = None if options.loopback else stack.enter_context(links(processes, cores))
             running = stack.enter_context(job(joined.hosts if joined else None, processes, effort.threads))
-            made_with = made_with or versions(running.jax, effort, cores)
+            made_with.update(made_with or versions(running.jax, effort, cores))
             for row in measured(running, joined, options.cases, processes, effort):
                 print("| " + " | ".join(cells(row)) + " |", flush=True)
                 rows.append(row)
-    return rows, made_with
+
+
+def with_stored(rows: Sequence[Row], path: Path) -> list[Row]:
+    """The rows, and in their places among them those of a file that were not measured now."""
+    stored = [from_dict(values) for values in json.loads(path.read_text())["rows"]] if path.exists() else []
+    kept = {row.key: row for row in [*stored, *rows]}
+    return sorted(kept.values(), key=lambda row: (row.processes, list(CASES).index(row.case), row.ratio or 0))
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -223,6 +253,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few rounds and small programs; no verdict")
     parser.add_argument("--loopback", action="store_true", help="no namespaces, no rates")
     parser.add_argument("--remove", action="store_true", help="only remove what a killed run left behind")
+    parser.add_argument("--renew", action="store_true", help="keep all stored rows that are not measured now")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 4], help="default: 2 4")
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE")
     parser.add_argument("--ratios", type=float, nargs="+", help="communication to compute; default: 0.3 1 3")
@@ -252,15 +283,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints, writes; the exit status is 1 where a full run misses a goal, 2 if it cannot run."""
     options = parsed(argv)
     effort = effort_of(options)
+    rows: list[Row] = []
+    made_with: dict[str, Any] = {}
+    failed = False
     try:
         with _signals_as_exits():
             if options.remove:
                 print("removed: " + (", ".join(remove_left_behind()) or "nothing"))
                 return 0
-            rows, made_with = run(options, effort)
+            run(options, effort, rows, made_with)
     except (LinksError, JobError) as error:
         print(f"bench.network: {error}", file=sys.stderr)
+        failed = True
+    if not rows:
         return 2
+    if options.renew:
+        rows = with_stored(rows, options.output / "network.json")
     found = goals(rows)
     text = written(rows, found, made_with, options.quick)
     print("\n".join(["", *(f"{goal.name}: {goal.found}{'' if goal.met else ' (missed)'}" for goal in found)]))
@@ -275,6 +313,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     (options.output / "network.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     (options.output / "network.md").write_text(text)
+    if failed:
+        return 2
     return 0 if options.quick or options.loopback or all(goal.met for goal in found) else 1
 
 

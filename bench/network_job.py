@@ -29,7 +29,7 @@ THREADS: Final = 4
 DEVICE_COUNT: Final = "--xla_force_host_platform_device_count"
 """The flag that gives a process more than one device; not here."""
 
-LIMIT_S: Final = 900.0
+LIMIT_S: Final = 3600.0
 """Seconds after which a command counts as hanging."""
 
 SHOWN: Final = 3000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -40,6 +41,7 @@ class Row:
       predicted_s: per variant what the cost model says, where it says something.
       schedules: per variant of the library what became of each collective.
       apart: per variant the largest difference from the original's results, relative to the largest value.
+      date: the day of the race; empty where it was not noted.
     """
 
     processes: int
@@ -51,6 +53,12 @@ class Row:
     predicted_s: Mapping[str, float]
     schedules: Mapping[str, Sequence[str]]
     apart: Mapping[str, float]
+    date: str = ""
+
+    @property
+    def key(self) -> tuple[int, str, float | None]:
+        """What the row is of; a run has one of each."""
+        return self.processes, self.case, self.ratio
 
     def median_s(self, variant: str) -> float:
         """Median seconds of a variant."""
@@ -122,6 +130,20 @@ def to_dict(row: Row) -> dict[str, Any]:
         if (quartiles := spread(times)) is not None
     }
     return {**dataclasses.asdict(row), "variants": raced}
+
+
+def from_dict(values: Mapping[str, Any]) -> Row:
+    """The row that ``to_dict`` made JSON values of."""
+    names = {field.name for field in dataclasses.fields(Row)}
+    return Row(**{name: value for name, value in values.items() if name in names})
+
+
+def dates(rows: Sequence[Row]) -> str:
+    """When the rows were measured, where not all were on one day; else nothing."""
+    days = Counter(row.date or "a day not noted" for row in rows)
+    if len(days) < 2:
+        return ""
+    return "Measured on: " + ", ".join(f"{day} ({days[day]} rows)" for day in sorted(days)) + "."
 
 
 def header() -> tuple[str, ...]:

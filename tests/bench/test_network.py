@@ -156,6 +156,42 @@ def test_a_row_is_json() -> None:
     assert data["variants"]["compute"]["predicted_s"] is None
 
 
+def test_rows_measured_anew_replace_the_stored_ones_and_the_rest_stays(tmp_path: Path) -> None:
+    stored = [
+        row(case=case, processes=number, rows=1) for number in (2, 4) for case in ("gather_free", "psum")
+    ]
+    path = tmp_path / "network.json"
+    path.write_text(json.dumps({"rows": [network_results.to_dict(each) for each in stored]}))
+    anew = [row(case="psum", rows=2, date="2026-11-25"), row(ratio=3.0, rows=2, date="2026-11-25")]
+    found = network.with_stored(anew, path)
+    assert [each.key for each in found] == [
+        (2, "gather_free", 1.0),
+        (2, "gather_free", 3.0),
+        (2, "psum", 1.0),
+        (4, "gather_free", 1.0),
+        (4, "psum", 1.0),
+    ]
+    assert [each.rows for each in found] == [1, 2, 2, 1, 1]
+    assert found[0] == stored[0]
+    assert network_results.dates(found) == "Measured on: 2026-11-25 (2 rows), a day not noted (3 rows)."
+    assert network_results.dates(anew) == ""
+    assert network.with_stored(anew[:1], tmp_path / "none.json") == anew[:1]
+
+
+def test_rows_before_a_failure_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(options: Any, effort: Any, rows: list[network_results.Row], made_with: dict[str, Any]) -> None:
+        rows.append(row())
+        made_with.update(jax="some")
+        raise network_job.JobError("process 0 has ended")
+
+    monkeypatch.setattr(network, "run", run)
+    assert network.main(["--output", str(tmp_path)]) == 2
+    assert "process 0 has ended" in capsys.readouterr().err
+    assert len(json.loads((tmp_path / "network.json").read_text())["rows"]) == 1
+
+
 def test_a_host_s_command_line() -> None:
     one, two, three = network_links.hosts(3, cores=[0, 1], run=42)
     assert [one.name, two.name, three.name] == ["ocn42h0", "ocn42h1", "ocn42h2"]
