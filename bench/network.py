@@ -234,7 +234,8 @@ def run(options: argparse.Namespace, effort: Effort, rows: list[Row], made_with:
         with contextlib.ExitStack() as stack:
             joined = None if options.loopback else stack.enter_context(links(processes, cores))
             running = stack.enter_context(job(joined.hosts if joined else None, processes, effort.threads))
-            made_with.update(made_with or versions(running.jax, effort, cores))
+            if not made_with:
+                made_with.update(versions(running.jax, effort, cores))
             for row in measured(running, joined, options.cases, processes, effort):
                 print("| " + " | ".join(cells(row)) + " |", flush=True)
                 rows.append(row)

@@ -132,7 +132,13 @@ def measured_times(
         return None
     runnable = [run if not isinstance(run, Exception) else None for run in runs]
     meet = meeting(target.mesh) if len(target.processes) > 1 else lambda: None
-    seconds = race(runnable, values, _calls(target), meet, lambda medians: _of_process_0(target, medians))
+    seconds = race(
+        runnable,
+        values,
+        _calls(target),
+        meet,
+        lambda medians: _of_process_0(target, np.array(medians)).tolist(),
+    )
     found: list[Timed | Failed] = [
         failed(choice, run, lasting=False)
         if isinstance(run, Exception)
@@ -223,22 +229,19 @@ def agreed(times: Times | None, choices: Sequence[object], target: Target) -> Ti
     """What process 0 found, in every process; each must call this."""
     if len(target.processes) == 1:
         return times
-    from jax.experimental import multihost_utils
-
     text = "null" if times is None else json.dumps(record("", times, choices))
     message = np.frombuffer(text.encode().ljust(MESSAGE_BYTES), np.uint8)
-    told = json.loads(_apart(multihost_utils.broadcast_one_to_all, message).tobytes())
+    told = json.loads(_of_process_0(target, message).tobytes())
     return None if told is None else times_of(told, "", choices)
 
 
-def _of_process_0(target: Target, values: list[float]) -> list[float]:
+def _of_process_0(target: Target, values: np.ndarray) -> np.ndarray:
     """Its values, in every process; each must call this."""
     if len(target.processes) == 1:
         return values
     from jax.experimental import multihost_utils
 
-    told = _apart(multihost_utils.broadcast_one_to_all, np.array(values))
-    return [float(value) for value in told]
+    return _apart(multihost_utils.broadcast_one_to_all, values)
 
 
 def _where_all(target: Target, runs: Sequence[Any]) -> list[Any]:
