@@ -45,26 +45,24 @@ def held_back(flow: Dataflow, chains: Iterable[Chain], dots: Iterable[int]) -> M
       chains: in program order.
       dots: from which no collective is reached.
     """
+    sums = [chain.collective for chain in chains if not isinstance(chain, AllGatherDot)]
+    wanted = frozenset(dots) if sums else frozenset()
     held: dict[int, Collective] = {}
-    for chain in chains:
-        if not isinstance(chain, AllGatherDot):
-            after = _reached(flow, chain.collective.op)
-            held.update((dot, chain.collective) for dot in dots if dot not in after)
+    # Bit n of a value's: whether it needs what sum n makes.
+    makes = {collective.op: 1 << number for number, collective in enumerate(sums)}
+    needs: dict[int, int] = {}
+    for index, op in flow.live.items() if wanted else ():
+        needed = 0
+        for operand in op.inputs:
+            if isinstance(operand, int):
+                needed |= needs.get(operand, 0)
+        if index in wanted and (free := ~needed & ((1 << len(sums)) - 1)):
+            held[index] = sums[free.bit_length() - 1]
+        if needed := needed | makes.get(index, 0):
+            needs.update(dict.fromkeys(op.outputs, needed))
     return held
 
 
 def _may_communicate(op: Op) -> bool:
     has_body = any(True for _ in jex_core.jaxprs_in_params(op.params))
     return op.name in COLLECTIVES or has_body or shims.has_effects(op.eqn)
-
-
-def _reached(flow: Dataflow, op: int) -> set[int]:
-    """The operations that need what one makes."""
-    reached: set[int] = set()
-    waiting = [op]
-    while waiting:
-        for value in flow.ops[waiting.pop()].outputs:
-            new = {user for user in flow.users[value] if user >= 0} - reached
-            reached |= new
-            waiting.extend(new)
-    return reached
