@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Final, Literal
 
 from cost_model import Axis
-from cost_model.offloaded import LEAST_ROWS, MOST_DOTS, counts, hides_rows, is_offloaded
+from cost_model.offloaded import LEAST_ROWS, counts, hides_rows, is_offloaded
 from cost_model.plain_chain import (
     COLUMNS,
     LATE_PIECES,
@@ -83,7 +83,7 @@ def candidates(
     fitting = [
         s for s in dict.fromkeys(found) if _in_flight(chain, s) <= most and _fits(flow, chain, s, unit)
     ]
-    fitting.extend(_offloaded(flow, chain, axis, unit, thorough=thorough))
+    fitting.extend(_offloaded(flow, chain, axis, unit))
     if thorough and in_turn:
         # Of the rings only the simplest could still be better there, and timing takes long.
         fitting = [*fitting[:1], *in_turn]
@@ -120,9 +120,7 @@ def _by_all_reduces(flow: Dataflow, chain: Chain, unit: int) -> list[RingSchedul
     return [dataclasses.replace(base, chains=n, across=cut is not None and n > 1) for n in pieces]
 
 
-def _offloaded(
-    flow: Dataflow, chain: Chain, axis: Axis, unit: int, *, thorough: bool
-) -> Iterator[RingSchedule]:
+def _offloaded(flow: Dataflow, chain: Chain, axis: Axis, unit: int) -> Iterator[RingSchedule]:
     """The ways by collectives in turn that run beside dots by themselves: see `cost_model.offloaded`."""
     if isinstance(chain, DotPsum):
         if not is_offloaded("all_reduce", axis) or chain.gather is not None:
@@ -139,7 +137,7 @@ def _offloaded(
         if (cut := across(flow, chain)) is not None:
             for pieces in counts(flow.avals[chain.wire].shape[cut.dim], LANES):
                 yield dataclasses.replace(base, chains=pieces, across=True)
-        elif not _adds_up(chain) and hides_rows(axis.hardware) and (thorough or len(chain.dots) <= MOST_DOTS):
+        elif not _adds_up(chain) and hides_rows(axis.hardware):
             for pieces in counts(unit, tile_rows(flow, chain), few=True):
                 yield dataclasses.replace(base, chains=pieces)
 
