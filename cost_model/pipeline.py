@@ -7,6 +7,7 @@ from typing import Final
 
 from cost_model.axis import Axis
 from cost_model.matmul import Matmul
+from cost_model.on_chip import side_bytes
 from cost_model.ring import SHARDS_HELD, Estimate, estimate
 from cost_model.ring_work import RingWork, cut_side
 from cost_model.tile import LANES
@@ -59,9 +60,9 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
 
     since the first scatter has no gather beside it and the last gather no scatter. The links carry the hops
     of both, after the first products F of a chunk, which nothing hides; products come after what is placed
-    beside them. The columns of an operand that a chunk takes stay on chip while it lasts, if they fit. Where
-    hops and dots take turns, all of it adds up. R is reading and writing the operand whose rows are cut into
-    chunks, which the compiler copies for each of more than two if it is not on chip.
+    beside them. The columns of an operand that a chunk takes are on chip while it lasts, if all of it fits
+    there. Where hops and dots take turns, all of it adds up. R is reading and writing the operand whose rows
+    are cut into chunks, which the compiler copies for each of more than two if it is not on chip.
 
     Args:
       work: of the scatter rings of all chunks, which are its columns.
@@ -107,13 +108,16 @@ def _strips(work: RingWork, axis: Axis) -> tuple[Matmul, ...]:
     """Of each matmul the part that makes a chunk of the result's columns.
 
     An operand of which that is no whole tiles stays where it is: no such part of it is fetched; and none is
-    where no dot reads a part of what lies on chip.
+    where no dot reads a part of what lies on chip. Of one that does not fit on chip as a whole no part is
+    fetched either: every dot reads its columns from main memory (v5e, v5p, v6e, 134 to 151 MB: 1.4 to 3.9
+    times as long as if they were on chip).
     """
 
     def part(piece: Matmul, whole: Matmul) -> Matmul:
         dim = "m" if cut_side(work, axis.size, piece, whole) == "rhs" else "n"
         size = getattr(piece, dim)
-        fetched = size % LANES == 0 and axis.hardware.cuts_on_chip
+        fits = side_bytes(whole, "lhs" if dim == "m" else "rhs") <= axis.hardware.on_chip_bytes
+        fetched = fits and size % LANES == 0 and axis.hardware.cuts_on_chip
         return dataclasses.replace(whole, **{dim: size}) if fetched else whole
 
     return tuple(part(piece, whole) for piece, whole in work.pairs)

@@ -51,7 +51,7 @@ def test_only_the_last_gather_of_a_compute_bound_psum_is_exposed() -> None:
     last_s = 15 * (V_BYTES / 16 / 2 / 8) / 9e10
     placed_s = PLACING[V5P.keeps_sums] * 2 * V_BYTES / V5P.hbm_bytes_per_s
     (work,) = works(chain, form, RING)
-    scatter = estimate(of_strips(work), RING)
+    scatter = estimate(work, RING)
     assert last_gather_s(work, V_BYTES, RING, across=True) == pytest.approx(last_s)
     assert priced.partials_s == pytest.approx(scatter.partials_s + placed_s)
     # Of the eight chunks' copies the last runs beside its gather.
@@ -75,22 +75,24 @@ def test_where_hops_and_dots_take_turns_all_adds_up() -> None:
     assert priced.overlapped_s == pytest.approx(estimate(of_strips(work), axis).overlapped_s + gather_s)
 
 
-def test_the_strip_of_an_operand_that_a_chunk_takes_stays_on_chip_if_it_fits() -> None:
-    # [8192, 16384] by [16384, 8192]: of 8 chunks each takes 32 MiB of the right operand, of 2 more than fits.
+def test_the_strip_of_an_operand_that_a_chunk_takes_is_on_chip_if_the_whole_fits() -> None:
+    placed_s = PLACING[V5P.keeps_sums] * 2 * V_BYTES / V5P.hbm_bytes_per_s
+    # [8192, 2048] by [2048, 8192]: 32 MiB of the right operand.
+    chain, form = chunks(8)
+    (work,) = works(chain, form, RING)
+    near_s = estimate(of_strips(work), RING).partials_s
+    assert price(chain, form, RING).partials_s == pytest.approx(near_s + placed_s)
+    # [8192, 16384] by [16384, 8192]: 256 MiB, of which each chunk takes 32.
     chain, form = chunks(8, k=16384)
     (work,) = works(chain, form, RING)
-    near, far = (8 * estimate(each, RING).partials_s for each in (of_strips(work), work))
-    assert near < 0.97 * far
-    placed_s = PLACING[V5P.keeps_sums] * 2 * V_BYTES / V5P.hbm_bytes_per_s
-    assert 8 * price(chain, form, RING).partials_s == pytest.approx(near + 8 * placed_s)
-    chain, form = chunks(2, k=16384)
-    (work,) = works(chain, form, RING)
-    assert estimate(of_strips(work), RING).partials_s == pytest.approx(estimate(work, RING).partials_s)
+    near_s, far_s = (estimate(each, RING).partials_s for each in (of_strips(work), work))
+    assert near_s < 0.97 * far_s
+    assert price(chain, form, RING).partials_s == pytest.approx(far_s + placed_s)
 
 
 def test_a_strip_that_ends_within_a_tile_is_not_fetched() -> None:
-    # [8192, 16384] by [16384, 8000]: each of 8 chunks takes 1000 columns, 7 tiles of 128 and a part of one.
-    chain, form = chain_of("dot_psum", 8192, 16384, 8000), Form(directions=2, columns=8, across=True)
+    # [8192, 2048] by [2048, 8000]: each of 8 chunks takes 1000 columns, 7 tiles of 128 and a part of one.
+    chain, form = chain_of("dot_psum", 8192, 2048, 8000), Form(directions=2, columns=8, across=True)
     (work,) = works(chain, form, RING)
     assert estimate(of_strips(work), RING).partials_s < 0.97 * estimate(work, RING).partials_s
     placed_s = PLACING[V5P.keeps_sums] * 2 * chain.moved_bytes / V5P.hbm_bytes_per_s
