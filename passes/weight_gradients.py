@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Set
 from jax.extend import core as jex_core
 
 from passes import shims
+from passes.blocks import is_blockwise
 from passes.chains import AllGatherDot, Chain
 from passes.collective import Collective
 from passes.graph import COLLECTIVES, Dataflow, Op
@@ -64,5 +65,7 @@ def held_back(flow: Dataflow, chains: Iterable[Chain], dots: Iterable[int]) -> M
 
 
 def _may_communicate(op: Op) -> bool:
+    if op.name not in COLLECTIVES and is_blockwise(op.name):
+        return False  # without a look at what it is made of: of a long program most operations are
     has_body = any(True for _ in jex_core.jaxprs_in_params(op.params))
     return op.name in COLLECTIVES or has_body or shims.has_effects(op.eqn)
