@@ -100,6 +100,16 @@ def test_a_strip_that_ends_within_a_tile_is_not_fetched() -> None:
     assert partials_s == pytest.approx(estimate(work, RING).partials_s + placed_s)
 
 
+def test_blocks_that_begin_within_a_tile_may_be_read_from_main_memory() -> None:
+    """Rows of 16 devices: 104 and 112 each, and a tile has 16; 34 MB of weights fit on chip."""
+    axis = Axis(by_name("tpu_v6e"), 16)
+    form = Form(directions=2, columns=8, across=True)
+    within, aligned = (
+        price(chain_of("dot_psum", rows, 1280, 13312), form, axis).partials_s for rows in (1664, 1792)
+    )
+    assert within > 2 * aligned
+
+
 def test_rows_are_cut_into_chunks_by_their_number_and_columns_by_their_width() -> None:
     found = forms(chain_of("dot_psum", 16 * 6, 512, 1024), RING)
     assert {form.columns for form in found if not form.across} == {1, 2}
