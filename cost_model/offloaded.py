@@ -32,7 +32,7 @@ LATE: Final = 1.12
 """How many times longer than else pieces of rows with more dots are taken to last.
 
 Of 13 chains of three dots (7x) four took 12 to 23 % longer than priced, where the compiler began all_gathers
-before the last dots only, and the others up to 3 %. Few are so close to a ring that halfway is wrong.
+before the last dots only, and the others up to 3 %: this lies between the two.
 """
 
 LEAST_ROWS: Final = 128
@@ -126,7 +126,6 @@ def offloaded_estimate(
     else:
         place_s = copied_s(results_bytes / pieces)
         added_bytes += results_bytes / pieces
-    late = LATE if gathers and not across and len(matmuls) > MOST_DOTS else 1.0
     sent = _sent_side(piece[0], matmuls[0]) if gathers else None
     first_s = wholes_s(piece, hardware, hop_s if gathers else 0.0, sent)
     priced = in_turn_estimate(
@@ -143,7 +142,9 @@ def offloaded_estimate(
         after_s=after_s,
         added_bytes=added_bytes,
     )
-    return dataclasses.replace(priced, overlapped_s=late * priced.overlapped_s)
+    if gathers and not across and len(matmuls) > MOST_DOTS:
+        return dataclasses.replace(priced, overlapped_s=LATE * priced.overlapped_s)
+    return priced
 
 
 def _sent_side(piece: Matmul, whole: Matmul) -> Side | None:

@@ -74,6 +74,7 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
     hardware, chunks = axis.hardware, work.columns
     as_written = estimate(work, axis)
     if across and not _begin_at_tiles(work, axis):
+        # As on hardware that keeps nothing on chip; what there is before the rewrite stays as it is.
         axis = dataclasses.replace(axis, hardware=dataclasses.replace(hardware, on_chip_bytes=1.0))
     strips = dataclasses.replace(work, matmuls=_strips(work, axis)) if across else work
     chunk = dataclasses.replace(

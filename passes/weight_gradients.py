@@ -47,12 +47,14 @@ def held_back(flow: Dataflow, chains: Iterable[Chain], dots: Iterable[int]) -> M
       dots: from which no collective is reached.
     """
     sums = [chain.collective for chain in chains if not isinstance(chain, AllGatherDot)]
-    wanted = frozenset(dots) if sums else frozenset()
+    wanted = frozenset(dots)
+    if not sums or not wanted:
+        return {}
     held: dict[int, Collective] = {}
     # Bit n of a value's: whether it needs what sum n makes.
     makes = {collective.op: 1 << number for number, collective in enumerate(sums)}
     needs: dict[int, int] = {}
-    for index, op in flow.live.items() if wanted else ():
+    for index, op in flow.live.items():
         needed = 0
         for operand in op.inputs:
             if isinstance(operand, int):
@@ -65,7 +67,8 @@ def held_back(flow: Dataflow, chains: Iterable[Chain], dots: Iterable[int]) -> M
 
 
 def _may_communicate(op: Op) -> bool:
-    if op.name not in COLLECTIVES and is_blockwise(op.name):
-        return False  # without a look at what it is made of: of a long program most operations are
-    has_body = any(True for _ in jex_core.jaxprs_in_params(op.params))
-    return op.name in COLLECTIVES or has_body or shims.has_effects(op.eqn)
+    if op.name in COLLECTIVES:
+        return True
+    if is_blockwise(op.name):  # most operations of a long program are, and have no body to look for
+        return False
+    return shims.has_effects(op.eqn) or any(True for _ in jex_core.jaxprs_in_params(op.params))
