@@ -43,8 +43,12 @@ class Hardware:
         the next.
       results_on_chip: the part of that memory which the results of partial matmuls may fill, together with
         what is held there, to be put together in it.
+      placing_on_chip: how many times as long as writing it to main memory it takes to put rows of a result
+        into their place in that memory, beside the matmul that makes them.
       receives_on_chip: whether what collectives bring may arrive in that memory.
       cuts_on_chip: whether a dot may read its block of an operand that lies in that memory as a whole.
+      between_tiles: how many times as long a scatter's dots take that cut parts of both operands out, of one
+        few rows that begin within a tile.
       fuses_additions: whether adding to a partial sum is part of the matmul that makes the addend.
       copy_overhead_s: fixed cost of every copy that a ring makes beside its matmuls.
       joining: how many times as long as elsewhere it takes to join pieces, and to take results apart again.
@@ -88,8 +92,10 @@ class Hardware:
     on_chip_bytes: float
     accumulator_on_chip_bytes: float = 0.0
     results_on_chip: float = 0.0
+    placing_on_chip: float = 0.0
     receives_on_chip: bool = True
     cuts_on_chip: bool = True
+    between_tiles: float = 1.0
     fuses_additions: bool = False
     copy_overhead_s: float = 0.0
     joining: float = 1.0
@@ -124,8 +130,8 @@ class Hardware:
                 raise ValueError(
                     f"hardware {self.name!r}: {field} must be positive and finite, got {value!r}"
                 )
-        not_negative = ("results_on_chip", "copy_overhead_s", "joining", "slicing", "clock_hz")
-        for field in (*not_negative, "dcn_bytes_per_s", "dcn_latency_s"):
+        not_negative = ("results_on_chip", "placing_on_chip", "between_tiles", "copy_overhead_s", "joining")
+        for field in (*not_negative, "slicing", "clock_hz", "dcn_bytes_per_s", "dcn_latency_s"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(

@@ -6,12 +6,11 @@ import dataclasses
 from typing import Final
 
 from cost_model.axis import Axis
-from cost_model.dtypes import dtype_bytes
 from cost_model.matmul import Matmul
 from cost_model.on_chip import side_bytes
 from cost_model.ring import SHARDS_HELD, Estimate, estimate
-from cost_model.ring_work import RingWork, cut_side
-from cost_model.tile import LANES, tile_rows
+from cost_model.ring_work import RingWork, begins_at_tiles, cut_side
+from cost_model.tile import LANES
 
 PLACING: Final = {False: 1.0, True: 0.5}
 """Times as long as reading and writing it once takes placing a sum's shards: of main memory, and of the chip,
@@ -73,9 +72,12 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
     """
     hardware, chunks = axis.hardware, work.columns
     as_written = estimate(work, axis)
-    if across and not _begin_at_tiles(work, axis):
-        # As on hardware that keeps nothing on chip; what there is before the rewrite stays as it is.
-        axis = dataclasses.replace(axis, hardware=dataclasses.replace(hardware, on_chip_bytes=1.0))
+    if across and hardware.cuts_on_chip and not begins_at_tiles(work, axis.size):
+        # As on hardware that keeps nothing on chip; what there is before the rewrite stays as it is. The
+        # compiler of v6e was seen to read both operands from main memory, though they fit on chip (104 rows:
+        # 2.4 to 2.6 times as long as priced); that of v5e did not, of 72 rows: priced so when in doubt.
+        far = dataclasses.replace(hardware, on_chip_bytes=1.0, between_tiles=1.0)
+        axis = dataclasses.replace(axis, hardware=far)
     strips = dataclasses.replace(work, matmuls=_strips(work, axis)) if across else work
     chunk = dataclasses.replace(
         strips,
@@ -105,23 +107,6 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
         + (chunks - 1) * middle_s
         + last_gather_s(work, gathered_bytes, axis, across=across),
         added_bytes=_buffers_bytes(work, axis, across=across) - gathered_bytes,
-    )
-
-
-def _begin_at_tiles(work: RingWork, axis: Axis) -> bool:
-    """Whether the blocks that dots cut out begin where a tile does.
-
-    Of others the compiler of v6e was seen to read both operands from main memory, though they fit on chip
-    (104 rows: 2.4 to 2.6 times as long as priced); that of v5e did not, of 72 rows. When in doubt they are
-    priced so.
-    """
-    if not axis.hardware.cuts_on_chip:
-        return True
-    return all(
-        (whole.n if cut_side(work, axis.size, piece, whole) == "rhs" else whole.m)
-        % (axis.size * tile_rows(dtype_bytes(whole.dtype)))
-        == 0
-        for piece, whole in work.pairs
     )
 
 

@@ -20,14 +20,15 @@ from cost_model.matmul import matmul_s
 from cost_model.on_chip import side_bytes, wholes_s
 from cost_model.ring_copies import copies_s, cutting_s, entering_s
 from cost_model.ring_on_chip import OnChip, on_chip, sums_stay
-from cost_model.ring_work import RingWork, cut_side, sent_side
+from cost_model.ring_work import RingWork, cut_side, few_rows_between_tiles, sent_side
 from cost_model.tile import placed_slowness
 
 SHARDS_HELD: Final = 4.5
 """Shards that TPU compilers were seen to hold at once, and a bit: some come while others are multiplied."""
 
-BUFFERS_ON_CHIP: Final = 0.25
-"""Share of the memory on chip up to which a gather's sums and shards were seen to stay there (v5e, v6e)."""
+SHARDS_ON_CHIP: Final = 0.6
+"""Share of the memory on chip that a gather's shards were seen to fill before they lie in main memory: on v4,
+v5e and v6e, and on 7x if all that are held fit; not on v5p."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +113,9 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
     hops = axis.size - 1
     copy_s = copies_s(work, axis.size, hardware, cut_out=cut_out)
     placed = on_chip(work, axis.size, hardware)
-    first_s = work.dots * _pieces_s(work, placed, hardware, adds=False) + copy_s
-    partial_s = work.dots * _pieces_s(work, placed, hardware, adds=True) + copy_s
+    dots = work.dots * (hardware.between_tiles if few_rows_between_tiles(work, axis.size) else 1.0)
+    first_s = dots * _pieces_s(work, placed, hardware, adds=False) + copy_s
+    partial_s = dots * _pieces_s(work, placed, hardware, adds=True) + copy_s
     add_s = work.apart_bytes / hardware.hbm_bytes_per_s
 
     piece_bytes = _piece_bytes(work, hardware)
@@ -217,21 +219,12 @@ def _as_written_s(work: RingWork, axis: Axis) -> tuple[float, float]:
 
 
 def _added_bytes(work: RingWork, axis: Axis) -> float:
-    """Bytes of temporary memory that the rings need more than the collective.
-
-    Where a gather's sums and shards stay on chip, buffers that leave the most of it free take none.
-    """
-    hardware, buffers_bytes = axis.hardware, _buffers_bytes(work, axis.size)
-    added_bytes = buffers_bytes - axis.size * work.collective_shard_bytes
-    stays = hardware.keeps_sums and hardware.receives_on_chip
-    if stays and work.collective == "all_gather" and work.cut == "dot" and not work.joined:
-        near = buffers_bytes <= BUFFERS_ON_CHIP * hardware.on_chip_bytes
-        return min(0.0, added_bytes) if near else added_bytes
-    return added_bytes
+    """Bytes of temporary memory that the rings need more than the collective."""
+    return _buffers_bytes(work, axis.size, axis.hardware) - axis.size * work.collective_shard_bytes
 
 
-def _buffers_bytes(work: RingWork, axis_size: int) -> float:
-    """Bytes that the rings need beside operands and results.
+def _buffers_bytes(work: RingWork, axis_size: int, hardware: Hardware) -> float:
+    """Bytes of main memory that the rings need beside operands and results.
 
     Shards that come and go; a gather's sums until they are the result, those of one column at a time; and
     blocks that are cut out of an operand before their dots: one of each of the axis's devices where all
@@ -243,11 +236,25 @@ def _buffers_bytes(work: RingWork, axis_size: int) -> float:
             sums_bytes += whole.batch * whole.m * whole.n * dtype_bytes(work.accumulator)
         if work.cut != "dot":
             cut_bytes += work.dots * side_bytes(piece, cut_side(work, axis_size, piece, whole))
-    in_columns = work.columns > 1
-    held = 2 * SHARDS_HELD if work.halves else SHARDS_HELD
-    shards_bytes = min(axis_size - 1, held) * work.shard_bytes
-    blocks = axis_size if in_columns else 2
-    return (shards_bytes + sums_bytes) / work.columns + blocks * cut_bytes
+    sums_bytes /= work.columns
+    if sums_stay(work, sums_bytes / work.accumulators, hardware):
+        sums_bytes = 0.0
+    blocks = axis_size if work.columns > 1 else 2
+    return _shards_bytes(work, axis_size, hardware) + sums_bytes + blocks * cut_bytes
+
+
+def _shards_bytes(work: RingWork, axis_size: int, hardware: Hardware) -> float:
+    """Bytes of main memory of the shards of one column that are there at once."""
+    hops = axis_size - 1
+    # The first has gone when the last arrives; whole shards that go both ways are there twice, one in halves.
+    held = min(axis_size, 2 * SHARDS_HELD) if work.halves else min(hops - (hops > 2), SHARDS_HELD)
+    held_bytes = held * work.shard_bytes / work.columns
+    if work.collective != "all_gather" or work.joined or hardware.network != "torus":
+        return held_bytes
+    near_bytes = SHARDS_ON_CHIP * hardware.on_chip_bytes
+    if held_bytes <= near_bytes and (hardware.receives_on_chip or hardware.keeps_sums):
+        return 0.0
+    return held_bytes - near_bytes if hardware.receives_on_chip else held_bytes
 
 
 def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool) -> float:
@@ -272,4 +279,6 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool)
             accumulator=work.accumulator if added else None,
             accumulator_on_chip=added and kept,
         )
+        if placed.results and piece.k == whole.k:
+            total_s += hardware.placing_on_chip * piece.result_bytes / hardware.hbm_bytes_per_s
     return total_s

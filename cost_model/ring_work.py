@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cost_model.axis import Directions
+from cost_model.dtypes import dtype_bytes
 from cost_model.matmul import Matmul
 from cost_model.on_chip import OTHER, SIDES, Side, side_bytes
+from cost_model.tile import LEAST_WINDOW_ROWS, tile_rows
 
 Cut = Literal["dot", "apart", "early"]
 """How blocks of an operand are cut out of the whole: by the dot that reads them, or copied right before it,
@@ -117,3 +119,21 @@ def sent_side(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul) -> S
         return OTHER[shared]
     gathered_bytes = axis_size * work.shard_bytes
     return min(SIDES, key=lambda side: abs(side_bytes(whole, side) - gathered_bytes))
+
+
+def begins_at_tiles(work: RingWork, axis_size: int) -> bool:
+    """Whether the blocks of rows that a scatter's dots cut out, one a device, begin where a tile does."""
+    return all(
+        (whole.n if cut_side(work, axis_size, piece, whole) == "rhs" else whole.m)
+        % (axis_size * tile_rows(dtype_bytes(whole.dtype)))
+        == 0
+        for piece, whole in work.pairs
+    )
+
+
+def few_rows_between_tiles(work: RingWork, axis_size: int) -> bool:
+    """Whether a scatter's dots take parts of both operands, and of one few rows that begin within a tile."""
+    if work.collective != "reduce_scatter" or begins_at_tiles(work, axis_size):
+        return False
+    across = any(piece.m < whole.m and piece.n < whole.n for piece, whole in work.pairs)
+    return across and any(min(piece.m, piece.n) < LEAST_WINDOW_ROWS for piece in work.piece)
