@@ -46,6 +46,7 @@ class Hardware:
       placing_on_chip: how many times as long as writing it to main memory it takes to put rows of a result
         into their place in that memory, beside the matmul that makes them.
       receives_on_chip: whether what collectives bring may arrive in that memory.
+      fetches_shards: whether a whole shard that a step's only dot contracts is brought there before it.
       cuts_on_chip: whether a dot may read its block of an operand that lies in that memory as a whole.
       between_tiles: how many times as long a scatter's dots take that cut parts of both operands out, of one
         few rows that begin within a tile.
@@ -94,6 +95,7 @@ class Hardware:
     results_on_chip: float = 0.0
     placing_on_chip: float = 0.0
     receives_on_chip: bool = True
+    fetches_shards: bool = False
     cuts_on_chip: bool = True
     between_tiles: float = 1.0
     fuses_additions: bool = False

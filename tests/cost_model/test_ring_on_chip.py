@@ -73,6 +73,17 @@ def test_a_gather_s_dots_find_the_other_operand_there_if_it_fits() -> None:
     assert placed(gather(), ROOM, on_chip_bytes=X_BYTES - 1) == ((False, False), 0)
 
 
+def test_a_whole_shard_that_a_step_s_only_dot_contracts_is_fetched_by_some_compilers() -> None:
+    """Of 1e6 bytes; x, of 8e6, does not fit, so that half of the room is what is asked for."""
+    assert placed(gather(), ROOM, on_chip_bytes=2e6) == ((False, False), 0)
+    assert placed(gather(), ROOM, on_chip_bytes=2e6, fetches_shards=True) == ((False, True), 0)
+    fetching = dataclasses.replace(ROOM, on_chip_bytes=2e6, fetches_shards=True, receives_on_chip=False)
+    assert placed(gather(), fetching) == ((False, True), 0)
+    assert placed(gather(), fetching, on_chip_bytes=2e6 - 1) == ((False, False), 0)
+    assert placed(gather(chains=2), fetching) == ((False, False), 0)
+    assert placed(gather(columns=2), fetching) == ((False, False), 0)
+
+
 def test_what_several_dots_read_arrives_there_if_it_fits_beside_what_is_held() -> None:
     """x[4000, 1000] gathered on rows, times two of w[1000, 500]: shards of 2e6 bytes, 1e6 of each w."""
     whole = Matmul(m=4000, k=1000, n=500)
