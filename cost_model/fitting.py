@@ -105,7 +105,7 @@ def fit_matmuls(
 
     def fitted(tile: tuple[int, int, int]) -> MatmulFit:
         padded = [
-            (dtypes.index(matmul.dtype), matmul.padded(tile).flops, matmul.bytes / hbm_bytes_per_s, seconds)
+            (dtypes.index(matmul.dtype), matmul.padded_flops(tile), matmul.bytes / hbm_bytes_per_s, seconds)
             for matmul, seconds in samples
         ]
 

@@ -77,13 +77,10 @@ class Matmul:
         """Half of this matmul, cut along m and rounded up: one direction's part in a bidirectional step."""
         return dataclasses.replace(self, m=math.ceil(self.m / 2))
 
-    def padded(self, tile: tuple[int, int, int]) -> "Matmul":
-        """This matmul with m, k and n rounded up to multiples of the tile's."""
-        m, k, n = (
-            math.ceil(size / multiple) * multiple
-            for size, multiple in zip((self.m, self.k, self.n), tile, strict=True)
-        )
-        return dataclasses.replace(self, m=m, k=k, n=n)
+    def padded_flops(self, tile: tuple[int, int, int]) -> int:
+        """Multiplications and additions with m, k and n rounded up to multiples of the tile's."""
+        m, k, n = tile
+        return 2 * self.batch * (-(-self.m // m) * m) * (-(-self.k // k) * k) * (-(-self.n // n) * n)
 
 
 def matmul_s(
@@ -136,7 +133,7 @@ def matmul_s(
 
 
 def _roofline_s(matmul: Matmul, hardware: Hardware, near_bytes: float, sum_bytes: float) -> float:
-    compute_s = matmul.padded(hardware.matmul_tile).flops / (
+    compute_s = matmul.padded_flops(hardware.matmul_tile) / (
         hardware.matmul_efficiency * hardware.flops_for(matmul.dtype)
     )
     memory_s = (max(matmul.bytes - near_bytes, 0) + sum_bytes) / hardware.hbm_bytes_per_s

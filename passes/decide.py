@@ -334,7 +334,7 @@ def program_order(
       The decisions, with those given up revised; and operation numbers, rings and sums of shards, in the
       order to run them.
     """
-    import networkx as nx  # see `Dataflow.graph`
+    import networkx as nx  # takes a third of the time to import the library, and only chains need it
 
     while True:
         units: dict[int, Unit] = {
@@ -364,12 +364,11 @@ def _contracted(
     """The dataflow graph with each unit as one node, and what is held back behind its ring."""
     import networkx as nx
 
-    graph = flow.graph()
     order: nx.DiGraph[int] = nx.DiGraph()
     order.add_nodes_from(unit_of.get(index, index) for index in flow.live)
     order.add_edges_from(
         (a, b)
-        for source, target in graph.edges
+        for source, target in flow.edges()
         if (a := unit_of.get(source, source)) != (b := unit_of.get(target, target))
     )
     order.add_edges_from((beside.op, dot) for dot, beside in held.items() if beside.op in units)
@@ -378,7 +377,7 @@ def _contracted(
             # It goes its own way from the gather's operand, beside the ring.
             way = {unit.collective.op, *(block.op for block in unit.path)}
             order.remove_edges_from([(unit_of.get(op, op), number) for op in way])
-            before = {unit_of.get(p, p) for op in way for p in graph.predecessors(op) if p not in way}
+            before = {unit_of.get(p, p) for op in way for p in flow.before(op) if p not in way}
             order.add_edges_from((node, number) for node in before - {number})
     return order
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal
 
@@ -76,6 +77,12 @@ def matmul(
         m=size(lhs, _free(len(lhs), contracting[0], batch[0])),
         k=size(lhs, contracting[0]),
         n=size(rhs, _free(len(rhs), contracting[1], batch[1])),
-        dtype=(lhs_dtype if lhs_dtype.itemsize >= rhs_dtype.itemsize else rhs_dtype).name,
-        out_dtype=out_dtype.name,
+        dtype=_name(lhs_dtype if lhs_dtype.itemsize >= rhs_dtype.itemsize else rhs_dtype),
+        out_dtype=_name(out_dtype),
     )
+
+
+@functools.cache
+def _name(dtype: Any) -> str:
+    """The name of a dtype, which numpy puts together each time it is asked for."""
+    return str(dtype.name)

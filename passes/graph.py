@@ -7,18 +7,14 @@ here, so that the finders see one flat program. The others stay calls.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jax.extend import core as jex_core
 
 from passes import shims
 from passes.blocks import is_blockwise
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "all_gather_reduced"})
 SCATTERS = frozenset({"reduce_scatter", "unreduced_reduce_scatter"})
@@ -32,6 +28,7 @@ _COLLECTING = SCATTERS | REDUCTIONS | EXCHANGES
 """Collectives that dots may feed."""
 _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call"})
 """Calls of functions with a derivative of their own."""
+_JITTED = frozenset({"jit", "pjit"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -138,26 +135,27 @@ class Dataflow:
                 users[operand].append(-1)
         return tuple(map(tuple, users))
 
-    def graph(self) -> nx.DiGraph[int]:
-        """Live operations as nodes (attribute ``op``), an edge from each producer to each user of its values.
+    def edges(self) -> Iterator[tuple[int, int]]:
+        """Pairs of live operations: a producer and a user of its values, once per operand.
 
-        Equations with effects are joined in program order, so that any topological order of the graph
-        is an order in which the program may run.
+        Those with effects are joined in program order, so that any topological order of all is one in which
+        the program may run.
         """
-        import networkx as nx  # takes a third of the time to import the library, and only chains need it
+        effectful = None
+        for index, op in self.live.items():
+            for before in self.before(index):
+                yield before, index
+            if shims.has_effects(op.eqn):
+                if effectful is not None:
+                    yield effectful, index
+                effectful = index
 
-        graph: nx.DiGraph[int] = nx.DiGraph()
-        graph.add_nodes_from((index, {"op": op}) for index, op in self.live.items())
+    def before(self, index: int) -> Iterator[int]:
+        """The operations that make what an operation reads, once per operand."""
         producer = self.producer
-        graph.add_edges_from(
-            (producer[operand], index)
-            for index, op in self.live.items()
-            for operand in op.inputs
-            if isinstance(operand, int) and operand in producer
-        )
-        effectful = [index for index, op in self.live.items() if shims.has_effects(op.eqn)]
-        graph.add_edges_from(itertools.pairwise(effectful))
-        return graph
+        for operand in self.ops[index].inputs:
+            if isinstance(operand, int) and operand in producer:
+                yield producer[operand]
 
     def aval(self, operand: Operand) -> Any:
         """The type of an operand."""
@@ -313,12 +311,13 @@ class _Reader:
 
     def _called(self, eqn: Any) -> Any:
         """The jaxpr that may stand in place of an equation that asks for no more than to run it; or None."""
-        if shims.has_effects(eqn):
-            return None
         name, params = eqn.primitive.name, eqn.params
+        calls = name in _CUSTOM or name in _JITTED  # most equations call nothing
+        if not calls or shims.has_effects(eqn):
+            return None
         if name in _CUSTOM:
             return None if self.differentiable else params["call_jaxpr"]
-        if name not in ("jit", "pjit") or params.get("compiler_options_kvs"):
+        if params.get("compiler_options_kvs"):
             return None
         asked = (a for side in ("in", "out") for a in params.get(f"{side}_shardings", ()))
         if any(type(sharding).__name__ != "UnspecifiedValue" for sharding in asked):

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from cost_model import Hardware
 from passes import shims
+from passes.blocks import is_blockwise
 from passes.collective import Collective
 from passes.decide import Decision, Policy, TryOut, Unit, decide, program_order
 from passes.epilogue import with_epilogues
@@ -252,6 +253,8 @@ class _Planner:
         opaque: dict[int, tuple[Plan, ...]] = {}
         same = _steady_values(flow, steady)
         for index, op in enumerate(flow.ops):
+            if is_blockwise(op.name):  # most operations of a long program are, and have no bodies
+                continue
             inner = self._bodies(op, path, same, mapped, replaceable=replaceable)
             if not inner:
                 continue
