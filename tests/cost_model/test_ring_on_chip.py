@@ -159,6 +159,25 @@ def test_results_of_rows_grow_there_beside_what_is_held(joined: bool) -> None:
     assert not on_chip(work, 4, dataclasses.replace(roomy, results_on_chip=0.0)).results
 
 
+def test_results_of_a_batch_grow_there_as_rows_do() -> None:
+    """x[4, 1000, 1000] gathered on its batch dim, times w[4, 1000, 500]: results of 4e6 bytes."""
+    whole = Matmul(batch=4, m=1000, k=1000, n=500)
+    work = RingWork(
+        collective="all_gather",
+        shard_bytes=2e6,
+        collective_shard_bytes=2e6,
+        matmuls=(whole,),
+        piece=(dataclasses.replace(whole, batch=1),),
+    )
+    roomy = dataclasses.replace(ROOM, on_chip_bytes=1e7)
+    held_bytes = on_chip(work, 4, roomy).held_bytes
+    assert on_chip(work, 4, roomy).results
+    assert on_chip(work, 4, dataclasses.replace(roomy, results_on_chip=(4e6 + held_bytes) / 1e7)).results
+    assert not on_chip(
+        work, 4, dataclasses.replace(roomy, results_on_chip=(4e6 + held_bytes) / 1e7 - 0.01)
+    ).results
+
+
 @pytest.mark.parametrize(("accumulators", "grow"), [(2, True), (1, False)])
 def test_results_of_sums_grow_there_if_each_piece_has_its_own_and_they_stay(
     accumulators: int, grow: bool
