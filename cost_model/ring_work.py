@@ -133,7 +133,8 @@ def begins_at_tiles(work: RingWork, axis_size: int) -> bool:
 
 def few_rows_between_tiles(work: RingWork, axis_size: int) -> bool:
     """Whether a scatter's dots take parts of both operands, and of one few rows that begin within a tile."""
-    if work.collective != "reduce_scatter" or begins_at_tiles(work, axis_size):
+    if work.collective != "reduce_scatter":
         return False
     across = any(piece.m < whole.m and piece.n < whole.n for piece, whole in work.pairs)
-    return across and any(min(piece.m, piece.n) < LEAST_WINDOW_ROWS for piece in work.piece)
+    few = any(min(piece.m, piece.n) < LEAST_WINDOW_ROWS for piece in work.piece)
+    return across and few and not begins_at_tiles(work, axis_size)

@@ -79,6 +79,11 @@ class Op:
         return self.eqn.params  # type: ignore[no-any-return]
 
     @property
+    def bodies(self) -> tuple[Any, ...]:
+        """The jaxprs among the parameters; what acts block by block, as most of a long program, has none."""
+        return () if is_blockwise(self.name) else tuple(jex_core.jaxprs_in_params(self.params))
+
+    @property
     def source(self) -> str:
         """The user's source line."""
         line = shims.source_line(self.eqn)

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from cost_model import Hardware
 from passes import shims
-from passes.blocks import is_blockwise
 from passes.collective import Collective
 from passes.decide import Decision, Policy, TryOut, Unit, decide, program_order
 from passes.epilogue import with_epilogues
@@ -253,12 +252,12 @@ class _Planner:
         opaque: dict[int, tuple[Plan, ...]] = {}
         same = _steady_values(flow, steady)
         for index, op in enumerate(flow.ops):
-            if is_blockwise(op.name):  # most operations of a long program are, and have no bodies
+            if not op.bodies:
                 continue
             inner = self._bodies(op, path, same, mapped, replaceable=replaceable)
             if not inner:
                 continue
-            if replaceable and op.name in BODIES and all(map(_retraceable, _jaxprs(op))):
+            if replaceable and op.name in BODIES and all(map(_retraceable, op.bodies)):
                 bodies[index] = inner
             else:
                 inner = self._bodies(op, path, same, mapped, replaceable=False)
@@ -271,9 +270,7 @@ class _Planner:
         name = f"{path}/{op.name}".lstrip("/")
         if op.name == "shard_map":
             mapped = _mapped(op, mapped)
-        held = BODIES.get(op.name) if replaceable else None
-        if held is None:
-            held = tuple(op.params) if any(_jaxprs(op)) else ()
+        held = BODIES.get(op.name, op.params) if replaceable else op.params
         return {
             param: tuple(
                 self.plan(
@@ -353,10 +350,6 @@ def _steady_arguments(op: Op, param: str, body: Any, same: Set[int] | None) -> f
     # The first operand of a conditional chooses the branch; else operands and arguments correspond.
     inputs = op.inputs[len(op.inputs) - len(shims.open_jaxpr(body)[0].invars) :]
     return frozenset(i for i, o in enumerate(inputs) if not isinstance(o, int) or o in same)
-
-
-def _jaxprs(op: Op) -> list[Any]:
-    return list(jex_core.jaxprs_in_params(op.params))
 
 
 def _as_jaxprs(param: Any) -> Iterator[Any]:

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 
-from jax.extend import core as jex_core
-
 from passes import shims
-from passes.blocks import is_blockwise
 from passes.chains import AllGatherDot, Chain
 from passes.collective import Collective
 from passes.graph import COLLECTIVES, Dataflow, Op
@@ -67,8 +64,4 @@ def held_back(flow: Dataflow, chains: Iterable[Chain], dots: Iterable[int]) -> M
 
 
 def _may_communicate(op: Op) -> bool:
-    if op.name in COLLECTIVES:
-        return True
-    if is_blockwise(op.name):  # most operations of a long program are, and have no body to look for
-        return False
-    return shims.has_effects(op.eqn) or any(True for _ in jex_core.jaxprs_in_params(op.params))
+    return op.name in COLLECTIVES or bool(op.bodies) or shims.has_effects(op.eqn)

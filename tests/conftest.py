@@ -1,5 +1,6 @@
 """Sets the process up before JAX starts: eight virtual CPU devices, a quiet libtpu, hypothesis."""
 
+import itertools
 import os
 import runpy
 import sys
@@ -73,7 +74,7 @@ def pytest_sessionstart() -> None:
 MOST_TESTS: Final = 100
 """Tests after which compiled programs are forgotten, be it within a module."""
 
-_tests = 0
+_tests = itertools.count(1)
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +85,6 @@ def _compiled_programs_are_let_go() -> Iterator[None]:
     so did one that ran all tests of ``passes`` and ``programs``. Those of the largest module alone map half
     as often as is usually allowed.
     """
-    global _tests
     yield
-    _tests += 1
-    if _tests % MOST_TESTS == 0 and "jax" in sys.modules:
+    if next(_tests) % MOST_TESTS == 0 and "jax" in sys.modules:
         sys.modules["jax"].clear_caches()

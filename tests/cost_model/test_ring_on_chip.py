@@ -48,6 +48,18 @@ def gather(**form: Any) -> RingWork:
     )
 
 
+def gathers(whole: Matmul, piece: Matmul, dots: int = 1, **form: Any) -> RingWork:
+    """Shards of 2e6 bytes of x[4000, 1000], or of a batch of 4, gathered for so many such dots."""
+    return RingWork(
+        collective="all_gather",
+        shard_bytes=2e6,
+        collective_shard_bytes=2e6,
+        matmuls=(whole,) * dots,
+        piece=(piece,) * dots,
+        **form,
+    )
+
+
 def placed(work: RingWork, hardware: Hardware, **changes: Any) -> tuple[tuple[bool, bool], float]:
     """What is near of the only dot, and the bytes that are held."""
     found = on_chip(work, 4, dataclasses.replace(hardware, **changes))
@@ -90,13 +102,7 @@ def test_what_several_dots_read_arrives_there_if_it_fits_beside_what_is_held() -
     piece = dataclasses.replace(whole, m=1000)
 
     def near(dots: int, **changes: Any) -> tuple[tuple[bool, bool], ...]:
-        work = RingWork(
-            collective="all_gather",
-            shard_bytes=2e6,
-            collective_shard_bytes=2e6,
-            matmuls=(whole,) * dots,
-            piece=(piece,) * dots,
-        )
+        work = gathers(whole, piece, dots)
         return on_chip(work, 4, dataclasses.replace(ROOM, **changes)).near
 
     assert near(1) == ((False, True),)
@@ -145,14 +151,7 @@ def test_sums_of_a_gather_stay_if_all_of_them_fit() -> None:
 def test_results_of_rows_grow_there_beside_what_is_held(joined: bool) -> None:
     """x[4000, 1000] gathered on rows, times w[1000, 500]: results of 4e6 bytes beside the 1e6 of w."""
     whole = Matmul(m=4000, k=1000, n=500)
-    work = RingWork(
-        collective="all_gather",
-        shard_bytes=2e6,
-        collective_shard_bytes=2e6,
-        matmuls=(whole,),
-        piece=(dataclasses.replace(whole, m=1000),),
-        joined=joined,
-    )
+    work = gathers(whole, dataclasses.replace(whole, m=1000), joined=joined)
     roomy = dataclasses.replace(ROOM, on_chip_bytes=5e6 / 0.9 + 1)
     assert on_chip(work, 4, roomy).results is not joined
     assert not on_chip(work, 4, dataclasses.replace(roomy, on_chip_bytes=5e6 / 0.9 - 1)).results
@@ -162,20 +161,12 @@ def test_results_of_rows_grow_there_beside_what_is_held(joined: bool) -> None:
 def test_results_of_a_batch_grow_there_as_rows_do() -> None:
     """x[4, 1000, 1000] gathered on its batch dim, times w[4, 1000, 500]: results of 4e6 bytes."""
     whole = Matmul(batch=4, m=1000, k=1000, n=500)
-    work = RingWork(
-        collective="all_gather",
-        shard_bytes=2e6,
-        collective_shard_bytes=2e6,
-        matmuls=(whole,),
-        piece=(dataclasses.replace(whole, batch=1),),
-    )
+    work = gathers(whole, dataclasses.replace(whole, batch=1))
     roomy = dataclasses.replace(ROOM, on_chip_bytes=1e7)
-    held_bytes = on_chip(work, 4, roomy).held_bytes
+    share = (4e6 + on_chip(work, 4, roomy).held_bytes) / 1e7
     assert on_chip(work, 4, roomy).results
-    assert on_chip(work, 4, dataclasses.replace(roomy, results_on_chip=(4e6 + held_bytes) / 1e7)).results
-    assert not on_chip(
-        work, 4, dataclasses.replace(roomy, results_on_chip=(4e6 + held_bytes) / 1e7 - 0.01)
-    ).results
+    assert on_chip(work, 4, dataclasses.replace(roomy, results_on_chip=share)).results
+    assert not on_chip(work, 4, dataclasses.replace(roomy, results_on_chip=share - 0.01)).results
 
 
 @pytest.mark.parametrize(("accumulators", "grow"), [(2, True), (1, False)])
