@@ -77,15 +77,17 @@ class Effort:
     threads: int = THREADS
 
 
-FULL: Final = Effort(rounds=15, target_s=0.12, ratios=RATIOS)
+FULL: Final = Effort(rounds=11, target_s=0.4, ratios=RATIOS)
+"""With less to compute, waiting for a core to send a message on counts more than sending it."""
+
 QUICK: Final = Effort(rounds=3, target_s=0.004, ratios=(1.0,), inner=512, outer=512)
 
 
 def calibrated(running: Job, effort: Effort) -> dict[str, Any]:
     """What ``overlap.calibrate`` finds, with matmuls of the cases' sizes and their pieces'."""
-    rows = (64, 128, 256, 512)
+    rows = (128, 256, 512, 1024, 2048)
     matmuls = [(m, effort.inner, effort.outer) for m in rows]
-    matmuls.append((rows[-1], effort.inner // 2, effort.outer))
+    matmuls.append((512, effort.inner // 2, effort.outer))
     return running.do("calibrate", matmuls=matmuls, hops=HOPS, rounds=max(3, effort.rounds // 2))[0]
 
 

@@ -23,8 +23,11 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 PORT: Final = 9911
 TOLD: Final = b"TOLD "
 
-THREADS: Final = 4
-"""XLA's threads per process: the one that runs a collective waits in it, and others have to compute."""
+THREADS: Final = 2
+"""XLA's threads per process: the one that runs a collective waits in it, and another has to compute.
+
+More take turns on the core with the threads that send and receive, which then wait longer for it.
+"""
 
 DEVICE_COUNT: Final = "--xla_force_host_platform_device_count"
 """The flag that gives a process more than one device; not here."""

@@ -38,9 +38,6 @@ LEAST_ROUNDED: Final = 512
 LONGEST_UNROLLED: Final = 24
 """Devices on the longest axis whose ring is unrolled: compile time grows faster than the ring."""
 
-LATE_PIECES: Final = (1, 2)
-"""Pieces of the shards of gathers on CPU devices, where more hold each other up."""
-
 LEAST_COLUMN: Final = 256
 """Elements below which a column makes a matmul too narrow for the matrix unit."""
 
@@ -293,7 +290,7 @@ def forms(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
         return (EXCHANGE,)
     unit = chain.unit(axis.size)
     if chain.gathers and "cpu" in axis.hardware.device_kinds and axis.size <= LONGEST_UNROLLED:
-        return tuple(Form(chains=pieces) for pieces in LATE_PIECES if pieces <= unit)
+        return (Form(),)
     most = MOST_PIECES if axis.hardware.opposite_hops_overlap else 1
     # XLA:CPU adds narrow floats up in float32 when it scatters, and so do rings there.
     wide = not chain.gathers and axis.hardware.name == "cpu"

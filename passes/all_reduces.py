@@ -19,9 +19,10 @@ from jax import lax
 
 from cost_model.tile import LANES
 from passes import shims
+from passes.arrivals import rounded, take_in
 from passes.block_eval import Piece, Read, accumulator_dtype, blank, cut_once, run_on_piece, write_in_a_row
 from passes.chains import AllGatherDot, Chain, DotPsum, DotReduceScatter
-from passes.gather_ring import cut, own_block, rounded, take_in
+from passes.gather_ring import cut, own_block
 from passes.graph import Dataflow, Operand
 from passes.hops import Places
 from passes.scatter_ring import partial_sum, widened_ops

@@ -11,7 +11,6 @@ from cost_model import Axis
 from cost_model.offloaded import LEAST_ROWS, counts, hides_rows, is_offloaded
 from cost_model.plain_chain import (
     COLUMNS,
-    LATE_PIECES,
     LEAST_COLUMN,
     LONGEST_UNROLLED,
     MOST_PIECES,
@@ -60,9 +59,8 @@ def candidates(
     if in_turn and axis.hardware.overlaps and not thorough:
         return tuple(in_turn)
     if on_cpu and isinstance(chain, AllGatherDot) and not in_turn and not unroll:
-        ring = RingSchedule(directions=1)
-        late = [dataclasses.replace(ring, late=True, chains=n) for n in LATE_PIECES if n <= unit]
-        return (ring, *late) if thorough else (late[0],)
+        late = RingSchedule(directions=1, late=True)
+        return (RingSchedule(directions=1), late) if thorough else (late,)
     known = rule(axis.hardware, gathers=isinstance(chain, AllGatherDot))
     wire = _wire(flow, chain, axis)
     found = []

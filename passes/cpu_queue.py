@@ -29,6 +29,7 @@ class Queue:
     def __init__(self, places: Places) -> None:
         self._places = places
         self._sent: dict[int, Any] = {}
+        self._held: list[Any] = []
 
     def copy(self, value: Any, *, lane: int = 0) -> Any:
         """The value as a copy, three operations later than what is ready along with it.
@@ -46,6 +47,26 @@ class Queue:
             nothing = lax.bitwise_or(nothing, self._places.nothing_of(self._sent[lane], value))
         self._sent[lane] = value
         return behind(value, nothing)
+
+    def hold(self, *values: Any) -> None:
+        """Keeps the values' memory theirs until they are `released`."""
+        self._held.extend(values)
+
+    def released(self, later: Any) -> Any:
+        """The int32 0 ``later``; values that are held may go when it is known.
+
+        XLA would read what they are made of in place of them, were it not for the conditional.
+        """
+        if not self._held:
+            return later
+        held = [lax.stop_gradient(value) for value in self._held]
+        return lax.cond(
+            lax.ne(later, np.int32(0)),
+            lambda later, *held: jnp.bitwise_or(later, self._places.nothing_of(*held)),
+            lambda later, *held: later,
+            later,
+            *held,
+        )
 
 
 def can_wait(dtype: Any) -> bool:

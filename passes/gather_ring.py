@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -13,6 +12,7 @@ from jax import lax
 
 from cost_model.tile import LANES
 from passes import shims
+from passes.arrivals import Results, rounded, take_in
 from passes.block_eval import (
     Joined,
     Piece,
@@ -28,9 +28,9 @@ from passes.block_eval import (
 )
 from passes.chains import AllGatherDot, ShardReduction
 from passes.collective import Collective
-from passes.cpu_queue import Queue, behind
 from passes.graph import Dataflow
 from passes.hops import Places, Rings
+from passes.late import Late
 from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, itinerary, parts, tile_rows
 from passes.sent import passed_on, sent, slices
 
@@ -64,18 +64,6 @@ def emit_gather_ring(
     return rounded(flow, chain, results)
 
 
-Results = dict[int, Any]
-
-
-def rounded(flow: Dataflow, chain: AllGatherDot, results: Results) -> Results:
-    """The results, those of dots in their own dtype: sums were in the accumulator's."""
-    values = {flow.ops[dot.op].outputs[0] for dot in chain.dots}
-    return {
-        value: lax.convert_element_type(result, flow.avals[value].dtype) if value in values else result
-        for value, result in results.items()
-    }
-
-
 class _Ring:
     """The ring of one chain."""
 
@@ -104,8 +92,7 @@ class _Ring:
         self.itinerary = itinerary(schedule, divided, chain.collective.axis_size)
         self.cut_apart = _cut_apart(flow, chain) if schedule.cut == "apart" else {}
         self.explicit = not flow.differentiable and shims.explicit_starts(flow.avals[chain.wire])
-        self.queue = Queue(rings[0])
-        self.late: list[tuple[Piece, dict[int, Any]]] = []
+        self.late = Late(flow, chain, rings[0], read) if schedule.late else None
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """The collective's place in the user's program."""
@@ -139,9 +126,7 @@ class _Ring:
         for step in range(done, hops):
             at_hand, results = self._step(step, at_hand, results)
         results = self._take_in(hops, at_hand, results)
-        if self.schedule.late:
-            return placed_late(self.flow, self.chain, self.late, self.rings[0].nothing_of(*at_hand))
-        return results
+        return self.late.results(at_hand) if self.late else results
 
     def pieces_of(self, wire: Any) -> list[Any]:
         """What of this device's shard travels on each way."""
@@ -189,8 +174,8 @@ class _Ring:
                 size = int(length * part.share / whole.share)
                 places = self.rings[part.ring]
                 piece = passed_on(self.flow, self.chain, places, piece, self.dim, start, size)
-            if self.schedule.late:
-                piece = self.queue.copy(piece, lane=number)
+            if self.late:
+                piece = self.late.copy(piece, lane=number)
             arriving.append(self._send(piece, part, step))
         return arriving
 
@@ -221,9 +206,8 @@ class _Ring:
             return take_in(self.flow, self.chain, known, joined, self.read, dict(results))
         results = dict(results)
         for number, (piece, shard) in enumerate(zip(pieces, at_hand, strict=True)):
-            if self.schedule.late:
-                known = self._at_hand(shard, piece)
-                self.late.append((piece, on_piece(self.flow, self.chain, known, piece, self.read)))
+            if self.late:
+                self.late.take_in(shard, piece)
             elif self.cut_across is None:
                 known = self._at_hand(shard, piece)
                 results = take_in(self.flow, self.chain, known, piece, self.read, results)
@@ -330,101 +314,3 @@ def cut(shard: Any, dim: int, part: Part) -> Any:
     size = shard.shape[dim]
     start = int(part.start * size)
     return lax.slice_in_dim(shard, start, start + int(part.share * size), axis=dim)
-
-
-def take_in(
-    flow: Dataflow,
-    chain: AllGatherDot,
-    at_hand: dict[int, Any],
-    piece: Piece | Joined,
-    read: Read,
-    results: Results,
-) -> Results:
-    """Runs everything that an arrived piece is for, and adds it to the results.
-
-    Args:
-      flow: the dataflow graph.
-      chain: the chain.
-      at_hand: values of which the piece is there, that which travels among them.
-      piece: which piece.
-      read: gives whole values.
-      results: what there is so far, by value; sums in the accumulator's dtype.
-    """
-    pieces = dict(at_hand)
-    run_on_piece(flow, chain.after, pieces, piece, read)
-    _hand_out(flow, chain, piece, pieces, results)
-    _run_dots(flow, chain, piece, pieces, read)
-    _put_together(flow, chain, piece, pieces, results)
-    return results
-
-
-def on_piece(
-    flow: Dataflow, chain: AllGatherDot, at_hand: dict[int, Any], piece: Piece, read: Read
-) -> dict[int, Any]:
-    """What the chain makes of an arrived piece, by value."""
-    pieces = dict(at_hand)
-    run_on_piece(flow, chain.after, pieces, piece, read)
-    _run_dots(flow, chain, piece, pieces, read)
-    return pieces
-
-
-def _run_dots(
-    flow: Dataflow, chain: AllGatherDot, piece: Piece | Joined, pieces: dict[int, Any], read: Read
-) -> None:
-    summed = frozenset(dot.op for dot in chain.dots if dot.dims.result_dim is None)
-    run_on_piece(flow, chain.dots, pieces, piece, read, widened=summed)
-    run_on_piece(flow, chain.epilogue, pieces, piece, read)
-
-
-def _hand_out(
-    flow: Dataflow, chain: AllGatherDot, piece: Piece | Joined, made: Mapping[int, Any], results: Results
-) -> None:
-    for value in chain.handed_out:
-        # What a dot makes it may write where it belongs; no dot makes these.
-        _place(flow, value, chain.blocked[value], made[value], piece, results, apart=True)
-
-
-def _put_together(
-    flow: Dataflow, chain: AllGatherDot, piece: Piece | Joined, made: Mapping[int, Any], results: Results
-) -> None:
-    """Places or adds up what the dots and the epilogue have made of a piece."""
-    for block in (*chain.dots, *chain.epilogue):
-        for value in flow.ops[block.op].outputs:
-            if block.dims.result_dim is not None and value not in chain.unplaced:
-                _place(flow, value, block.dims.result_dim, made[value], piece, results)
-    for dot in chain.dots:
-        (value,) = flow.ops[dot.op].outputs
-        if dot.dims.result_dim is None:
-            partial = lax.convert_element_type(made[value], accumulator_dtype(made[value].dtype))
-            results[value] = partial if value not in results else lax.add(results[value], partial)
-
-
-def placed_late(
-    flow: Dataflow, chain: AllGatherDot, made: Iterable[tuple[Piece, Mapping[int, Any]]], later: Any
-) -> Results:
-    """The results of all pieces, placed or added up once the int32 0 ``later`` is known.
-
-    Till then none of their memory is free: see `cpu_queue`.
-    """
-    sums = [flow.ops[dot.op].outputs[0] for dot in chain.dots if dot.dims.result_dim is None]
-    results: Results = {}
-    for number, (piece, values) in enumerate(made):
-        first = {value: behind(values[value], later) for value in sums if not number}
-        then = dataclasses.replace(piece, later=later)
-        _hand_out(flow, chain, then, values, results)
-        _put_together(flow, chain, then, {**values, **first}, results)
-    return results
-
-
-def _place(
-    flow: Dataflow,
-    value: int,
-    dim: int,
-    part: Any,
-    piece: Piece | Joined,
-    results: Results,
-    *,
-    apart: bool = False,
-) -> None:
-    whole = results[value] if value in results else blank(flow, value)
-    results[value] = piece.place(whole, part, dim, apart=apart)
