@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -21,7 +22,14 @@ from passes.hops import Places
 from passes.schedule import RingSchedule
 from tests.passes import bodies, spmd
 from tests.passes.hop_count import hops
-from tests.passes.ring_patterns import PATTERNS, assert_gradients_and_vmap, assert_values
+from tests.passes.ring_patterns import (
+    PATTERNS,
+    arguments,
+    as_ring,
+    assert_gradients_and_vmap,
+    assert_values,
+    jitted,
+)
 
 BLOCK = 6
 GATHERS = [name for name in PATTERNS if name.startswith("gather")]
@@ -107,6 +115,44 @@ def test_results_are_placed_when_all_has_arrived() -> None:
     names = [eqn.primitive.name for eqn in getattr(body, "jaxpr", body).eqns]
     last_hop = max(number for number, name in enumerate(names) if name == "ppermute")
     assert names.index("dynamic_update_slice") > last_hop
+
+
+def late_body(name: str) -> Any:
+    """The body per device of a pattern's late ring among four."""
+    body = bodies.mapped_body(assert_values(name, 4, BLOCK, late(1), "float32", check_vma=True))
+    return getattr(body, "jaxpr", body)
+
+
+def test_blocks_that_dots_cut_out_are_kept() -> None:
+    """Read when the last shard has arrived: what is sent would take their places, and wait for the dots."""
+    body = late_body("gather_contracting")
+    (kept,) = (eqn for eqn in body.eqns if eqn.primitive.name == "cond")
+    dots = [eqn for eqn in body.eqns if eqn.primitive.name == "dot_general"]
+    blocks = {eqn.invars[1] for eqn in dots}
+    assert len(blocks) == len(dots) == 4
+    assert blocks <= {var for var in kept.invars if not hasattr(var, "val")}
+    assert ancestors(body, kept).count("ppermute") == 3
+
+
+def test_the_compiler_keeps_the_blocks() -> None:
+    """It would read the whole again in place of blocks that are only read at the end."""
+    pattern = PATTERNS["gather_contracting"]
+    given = arguments(pattern.shapes(4, 64), 4, "float32")
+    with spmd.only_schedule(late(1)):
+        text = as_ring(jitted(pattern.body, len(given), 4)).lower(*given).compile().as_text()
+    kept = re.search(r" conditional\(%?[\w.-]+, %?([\w.-]+),", text)
+    assert kept
+    held = re.search(rf"%?{re.escape(kept[1])} = \((.*?)\) tuple\(", text)
+    assert held and held[1].count("f32[64,3]") == 4
+
+
+@pytest.mark.parametrize("name", ["gather_free", "gather_of_three_dots"])
+def test_dots_of_one_shard_run_one_by_one(name: str) -> None:
+    body = late_body(name)
+    dots = [eqn for eqn in body.eqns if eqn.primitive.name == "dot_general"]
+    before = [ancestors(body, eqn).count("dot_general") for eqn in dots]
+    each = len(dots) // 4
+    assert before == [number % each for number in range(len(dots))]
 
 
 def test_what_was_sent_before_is_kept() -> None:
