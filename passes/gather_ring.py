@@ -12,7 +12,7 @@ from jax import lax
 
 from cost_model.tile import LANES
 from passes import shims
-from passes.arrivals import Results, rounded, take_in
+from passes.arrivals import Late, Results, rounded, take_in
 from passes.block_eval import (
     Joined,
     Piece,
@@ -30,7 +30,6 @@ from passes.chains import AllGatherDot, ShardReduction
 from passes.collective import Collective
 from passes.graph import Dataflow
 from passes.hops import Places, Rings
-from passes.late import Late
 from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, itinerary, parts, tile_rows
 from passes.sent import passed_on, sent, slices
 
