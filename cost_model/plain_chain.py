@@ -288,9 +288,9 @@ def forms(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
     """Every form of ring that the chain can take on this axis, the simplest first."""
     if "all_to_all" in chain.pattern:
         return (EXCHANGE,)
-    unit = chain.unit(axis.size)
     if chain.gathers and "cpu" in axis.hardware.device_kinds and axis.size <= LONGEST_UNROLLED:
         return (Form(),)
+    unit = chain.unit(axis.size)
     most = MOST_PIECES if axis.hardware.opposite_hops_overlap else 1
     # XLA:CPU adds narrow floats up in float32 when it scatters, and so do rings there.
     wide = not chain.gathers and axis.hardware.name == "cpu"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jax import lax
@@ -19,7 +20,7 @@ from passes.block_eval import (
     cut_once,
     run_on_piece,
 )
-from passes.chains import AllGatherDot
+from passes.chains import AllGatherDot, BlockOp
 from passes.cpu_queue import Queue, behind
 from passes.graph import Dataflow
 from passes.hops import Places
@@ -58,26 +59,27 @@ def take_in(
     pieces = dict(at_hand)
     run_on_piece(flow, chain.after, pieces, piece, read)
     hand_out(flow, chain, piece, pieces, results)
-    run_on_piece(flow, chain.dots, pieces, piece, read, widened=adding_up(chain))
+    run_on_piece(flow, chain.dots, pieces, piece, read, widened=frozenset(dot.op for dot in chain.summed))
     run_on_piece(flow, chain.epilogue, pieces, piece, read)
     put_together(flow, chain, piece, pieces, results)
     return results
 
 
-def adding_up(chain: AllGatherDot) -> frozenset[int]:
-    """The dots whose results of all pieces are added up."""
-    return frozenset(dot.op for dot in chain.dots if dot.dims.result_dim is None)
+def cut_for(flow: Dataflow, chain: AllGatherDot, dots: Iterable[BlockOp]) -> dict[int, int]:
+    """The operands of dots, beside what travels, of which every piece needs its block, and the dim."""
+    once = cut_once(flow, (*chain.after, *chain.dots, *chain.epilogue))
+    operands = {operand for dot in dots for operand in flow.ops[dot.op].inputs if operand != chain.wire}
+    return {operand: dim for operand, dim in once.items() if operand in operands}
 
 
 def placed(flow: Dataflow, chain: AllGatherDot) -> dict[int, int]:
-    """The values whose pieces are placed in a whole, and along which dim."""
-    made = {
+    """What dots and epilogue make that is placed in a whole, and along which dim."""
+    return {
         value: block.dims.result_dim
         for block in (*chain.dots, *chain.epilogue)
         for value in flow.ops[block.op].outputs
         if block.dims.result_dim is not None and value not in chain.unplaced
     }
-    return {**{value: chain.blocked[value] for value in chain.handed_out}, **made}
 
 
 def hand_out(
@@ -94,13 +96,11 @@ def put_together(
 ) -> None:
     """Places or adds up what the dots and the epilogue have made of a piece."""
     for value, dim in placed(flow, chain).items():
-        if value not in chain.handed_out:
-            _place(flow, value, dim, made[value], piece, results)
-    for dot in chain.dots:
+        _place(flow, value, dim, made[value], piece, results)
+    for dot in chain.summed:
         (value,) = flow.ops[dot.op].outputs
-        if dot.dims.result_dim is None:
-            partial = lax.convert_element_type(made[value], accumulator_dtype(made[value].dtype))
-            results[value] = partial if value not in results else lax.add(results[value], partial)
+        partial = lax.convert_element_type(made[value], accumulator_dtype(made[value].dtype))
+        results[value] = partial if value not in results else lax.add(results[value], partial)
 
 
 def _place(
@@ -130,9 +130,7 @@ class Late:
     def __init__(self, flow: Dataflow, chain: AllGatherDot, places: Places, read: Read) -> None:
         self._flow, self._chain, self._places, self._read = flow, chain, places, read
         self._queue = Queue(places)
-        once = cut_once(flow, (*chain.after, *chain.dots, *chain.epilogue))
-        operands = {operand for dot in chain.dots for operand in flow.ops[dot.op].inputs}
-        self._cut = {operand: dim for operand, dim in once.items() if operand in operands - {chain.wire}}
+        self._cut = cut_for(flow, chain, chain.dots)
         self._made: list[tuple[Piece, dict[int, Any]]] = []
 
     def copy(self, piece: Any, *, lane: int) -> Any:
@@ -150,11 +148,12 @@ class Late:
             **self._blocks(piece),
         }
         run_on_piece(flow, chain.after, made, piece, self._read)
+        widened = frozenset(dot.op for dot in chain.summed)
         last: Any = None
         for dot in chain.dots:
             op = flow.ops[dot.op]
             at_hand = made if last is None else {**made, **self._behind(last, made, op.inputs)}
-            run_on_piece(flow, (dot,), at_hand, piece, self._read, widened=adding_up(chain))
+            run_on_piece(flow, (dot,), at_hand, piece, self._read, widened)
             (value,) = op.outputs
             last = made[value] = at_hand[value]
         run_on_piece(flow, chain.epilogue, made, piece, self._read)
@@ -167,11 +166,11 @@ class Late:
         """
         flow, chain = self._flow, self._chain
         later = self._queue.released(self._places.nothing_of(*arrived))
-        results = {value: self._blank(value) for value in placed(flow, chain)}
-        sums = {flow.ops[op].outputs[0] for op in adding_up(chain)}
+        results = {value: self._blank(value) for value in (*chain.handed_out, *placed(flow, chain))}
+        sums = [flow.ops[dot.op].outputs[0] for dot in chain.summed]
         for number, (piece, made) in enumerate(self._made):
             first = {value: behind(made[value], later) for value in sums if not number}
-            then = Piece(piece.places, piece.distance, piece.part, later)
+            then = dataclasses.replace(piece, later=later)
             hand_out(flow, chain, then, made, results)
             put_together(flow, chain, then, {**made, **first}, results)
         return results

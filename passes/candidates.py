@@ -90,7 +90,7 @@ def candidates(
 
 def _adds_up(chain: Chain) -> bool:
     """Whether a dot of a gather ring adds up its pieces' results."""
-    return isinstance(chain, AllGatherDot) and any(dot.dims.result_dim is None for dot in chain.dots)
+    return isinstance(chain, AllGatherDot) and bool(chain.summed)
 
 
 def _on_cpu(flow: Dataflow, chain: Chain, axis: Axis) -> bool:

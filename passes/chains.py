@@ -86,6 +86,11 @@ class AllGatherDot:
         """Operations that the ring replaces."""
         return (self.collective.op, *(b.op for b in (*self.before, *self.after, *self.dots, *self.epilogue)))
 
+    @property
+    def summed(self) -> tuple[BlockOp, ...]:
+        """The dots whose results of all blocks are added up."""
+        return tuple(dot for dot in self.dots if dot.dims.result_dim is None)
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class DotReduceScatter:

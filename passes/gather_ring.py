@@ -12,7 +12,7 @@ from jax import lax
 
 from cost_model.tile import LANES
 from passes import shims
-from passes.arrivals import Late, Results, rounded, take_in
+from passes.arrivals import Late, Results, cut_for, rounded, take_in
 from passes.block_eval import (
     Joined,
     Piece,
@@ -22,7 +22,6 @@ from passes.block_eval import (
     blank,
     blocks_of,
     chain_scope,
-    cut_once,
     run_on_piece,
     tie,
 )
@@ -89,7 +88,7 @@ class _Ring:
             divided = tuple(dataclasses.replace(p, start=Fraction(0), share=Fraction(1)) for p in strips)
             self.bounds = (*(strip.start for strip in strips), Fraction(1))
         self.itinerary = itinerary(schedule, divided, chain.collective.axis_size)
-        self.cut_apart = _cut_apart(flow, chain) if schedule.cut == "apart" else {}
+        self.cut_apart = cut_for(flow, chain, chain.summed) if schedule.cut == "apart" else {}
         self.explicit = not flow.differentiable and shims.explicit_starts(flow.avals[chain.wire])
         self.late = Late(flow, chain, rings[0], read) if schedule.late else None
 
@@ -138,7 +137,7 @@ class _Ring:
     @property
     def sums(self) -> bool:
         """Whether the dots' results are added up."""
-        return any(dot.dims.result_dim is None for dot in self.chain.dots)
+        return bool(self.chain.summed)
 
     def _step(self, step: Any, at_hand: list[Any], results: Results) -> tuple[list[Any], Results]:
         """Runs the dots on what is at hand while the next shards arrive."""
@@ -238,19 +237,6 @@ class _Ring:
         starts[dot.dims.result_dim] = piece.offset(whole.shape[dot.dims.result_dim])
         starts[cut.result_dim] = np.int32(int(self.bounds[number] * whole.shape[cut.result_dim]))
         results[value] = lax.dynamic_update_slice(whole, partial, starts, allow_negative_indices=False)
-
-
-def _cut_apart(flow: Dataflow, chain: AllGatherDot) -> dict[int, int]:
-    """The operands of dots that add up of which every piece needs its block, and the dim."""
-    once = cut_once(flow, (*chain.after, *chain.dots, *chain.epilogue))
-    operands = {
-        operand
-        for dot in chain.dots
-        if dot.dims.result_dim is None
-        for operand in flow.ops[dot.op].inputs
-        if operand != chain.wire
-    }
-    return {operand: dim for operand, dim in once.items() if operand in operands}
 
 
 def _in_columns(ring: _Ring, wire: Any) -> Results:

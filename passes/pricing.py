@@ -168,7 +168,7 @@ def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis) -> WorkOf:
         # When in doubt the original is the faster one.
         gathered_bytes = _as_gathered(flow, chain, gathered_bytes, rounded=bool(rounded))
     whole = _matmuls(flow, chain, Fraction(1), rounded=rounded)
-    sums = [flow.avals[flow.ops[d.op].outputs[0]] for d in chain.dots if d.dims.result_dim is None]
+    sums = [flow.avals[flow.ops[d.op].outputs[0]] for d in chain.summed]
     accumulator = max((accumulator_dtype(s.dtype) for s in sums), key=lambda d: d.itemsize, default=None)
     cut = across(flow, chain)
 

@@ -85,6 +85,12 @@ def test_the_derivative_of_what_waits() -> None:
     np.testing.assert_array_equal(slope, [0, 2, 4])
 
 
+def late_body(name: str) -> Any:
+    """The body per device of a pattern's late ring among four."""
+    body = bodies.mapped_body(assert_values(name, 4, BLOCK, late(1), "float32", check_vma=True))
+    return getattr(body, "jaxpr", body)
+
+
 def ancestors(jaxpr: Any, wanted: Any, operand: int = 0) -> list[str]:
     """The primitives that lead to an operand of an equation."""
     makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -100,9 +106,7 @@ def ancestors(jaxpr: Any, wanted: Any, operand: int = 0) -> list[str]:
 
 def test_a_hop_sends_a_copy_that_waits_and_a_dot_reads_what_has_arrived() -> None:
     """The dot is ready three operations before the hop: XLA:CPU then gives it to another thread."""
-    jaxpr = assert_values("gather_free", 4, BLOCK, late(1), "float32", check_vma=True)
-    body = bodies.mapped_body(jaxpr)
-    body = getattr(body, "jaxpr", body)
+    body = late_body("gather_free")
     sent = [ancestors(body, eqn) for eqn in body.eqns if eqn.primitive.name == "ppermute"]
     read = [ancestors(body, eqn) for eqn in body.eqns if eqn.primitive.name == "dot_general"]
     assert [names.count("sort") for names in sent] == [1, 2, 3]
@@ -110,17 +114,9 @@ def test_a_hop_sends_a_copy_that_waits_and_a_dot_reads_what_has_arrived() -> Non
 
 
 def test_results_are_placed_when_all_has_arrived() -> None:
-    jaxpr = assert_values("gather_free", 4, BLOCK, late(1), "float32", check_vma=True)
-    body = bodies.mapped_body(jaxpr)
-    names = [eqn.primitive.name for eqn in getattr(body, "jaxpr", body).eqns]
+    names = [eqn.primitive.name for eqn in late_body("gather_free").eqns]
     last_hop = max(number for number, name in enumerate(names) if name == "ppermute")
     assert names.index("dynamic_update_slice") > last_hop
-
-
-def late_body(name: str) -> Any:
-    """The body per device of a pattern's late ring among four."""
-    body = bodies.mapped_body(assert_values(name, 4, BLOCK, late(1), "float32", check_vma=True))
-    return getattr(body, "jaxpr", body)
 
 
 def test_blocks_that_dots_cut_out_are_kept() -> None:
