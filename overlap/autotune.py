@@ -43,7 +43,7 @@ ROUNDS: Final = 20
 CALLS: Final = 4
 """Calls per sample, sent off one after the other so that the device does not wait for the host."""
 
-SELECTIONS: Final = 6
+SELECTIONS: Final = 7
 """Selections of a whole program's rings that are timed at most."""
 
 WHOLE_BYTES: Final = 1 << 30

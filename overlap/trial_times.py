@@ -13,7 +13,7 @@ GAIN: Final = 0.01
 """By how much of its own time a ring must beat the chain as written."""
 
 NEARLY: Final = 0.1
-"""By how much a ring may be slower than its chain as written, to be tried within the program all the same."""
+"""By how much a ring may be slower than what is run by itself, to be tried within the program anyhow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +95,17 @@ def choose(times: Times, choices: Sequence[Choice], kind: str) -> Trial[Choice]:
     others = [(ring.seconds, number) for ring, number in timed if not ring.fits(times.original)]
     larger_s, larger = min(others, default=(math.inf, 0))
     lean = not fitting and bool(timed)
+    run = best if best_s < enough_s else None
+    run_s = times.original.seconds if run is None else best_s
+    nearly_s, nearly = min((found for found in fitting if found[1] != run), default=(math.inf, 0))
     return Trial(
-        choices[best] if best_s < enough_s else None,
+        None if run is None else choices[run],
         times.original.seconds,
         larger_s if lean else best_s,
         kind,
         note="It needs more memory." if lean else "",
         larger=choices[larger] if larger_s < min(enough_s, best_s / (1 + GAIN)) else None,
         larger_s=larger_s,
-        nearly=choices[best] if enough_s <= best_s <= times.original.seconds * (1 + NEARLY) else None,
+        nearly=choices[nearly] if nearly_s <= run_s * (1 + NEARLY) else None,
+        nearly_s=nearly_s,
     )

@@ -46,6 +46,8 @@ class Decision:
       reason: why, or why not.
       within: another ring to try within the program: one that is faster and by itself needs more memory than
         the chain as written; or, on CPU devices, one that gains nothing by itself. None if there is none.
+      second: on CPU devices, a ring that by itself is hardly slower than this one: within the program XLA
+        places memory otherwise, and it may be the faster. None if there is none.
     """
 
     collective: Collective
@@ -54,6 +56,7 @@ class Decision:
     rewritten: bool
     reason: Reason
     within: Decision | None = None
+    second: Decision | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,8 +71,9 @@ class Trial(Generic[Choice]):
       note: a sentence on what else decided; may be empty.
       larger: a version that is faster still, and needs more memory; None if there is none.
       larger_s: that version.
-      nearly: where none is faster, the fastest that needs no more memory, if it is hardly slower than the
-        part as written; else None.
+      nearly: of the other versions that need no more memory the fastest, if it is hardly slower than the
+        choice, or than the part as written where there is no choice; else None.
+      nearly_s: that version.
     """
 
     choice: Choice | None
@@ -80,6 +84,7 @@ class Trial(Generic[Choice]):
     larger: Choice | None = None
     larger_s: float = math.inf
     nearly: Choice | None = None
+    nearly_s: float = math.inf
 
 
 TryOut = Callable[[Excerpt[Any], tuple[Any, ...]], Trial[Any] | None]
@@ -282,11 +287,14 @@ def _tried(flow: Dataflow, proposal: Decision, network: Network, try_out: TryOut
     if trial.larger is not None:
         note = "By itself it needs more memory, and not within the program."
         return dataclasses.replace(decision, within=with_ring(trial.larger, trial.larger_s, note))
-    if trial.nearly is not None and network.first_in_first_out:
+    if trial.nearly is None or not network.first_in_first_out:
+        return decision
+    if trial.choice is None:
         # What its hops leave idle, other chains can use.
         note = "By itself it gains nothing, and within the program it does."
-        return dataclasses.replace(decision, within=with_ring(trial.nearly, trial.ring_s, note))
-    return decision
+        return dataclasses.replace(decision, within=with_ring(trial.nearly, trial.nearly_s, note))
+    note = "By itself another ring is faster, and not within the program."
+    return dataclasses.replace(decision, second=with_ring(trial.nearly, trial.nearly_s, note))
 
 
 def _found(trial: Trial[RingSchedule], ring_s: float, note: str) -> str:

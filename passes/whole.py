@@ -47,9 +47,10 @@ def tried_whole(plan: Plan, predicted: Plan, try_out: TryOut) -> Plan:
     """The plan with those of its rings that together gain and need no more memory.
 
     The program is compiled as written, with the fastest ring of each chain, and with the rings that the cost
-    model would have chosen: by itself a chain may be faster than within the program. Then follow fewer rings
-    that need memory, and fewer rings. The better of the first two is taken, else what gains and fits first,
-    and if nothing does the program as written. As planned remains what cannot be compiled on its own.
+    model would have chosen: by itself a chain may be faster than within the program. Then follow the second
+    of each chain, if trials found such, fewer rings that need memory, and fewer rings. The better of the
+    first two is taken, else what gains and fits first, and if nothing does the program as written. As planned
+    remains what cannot be compiled on its own.
 
     Args:
       plan: of a whole program, made by a policy that tries chains out.
@@ -98,6 +99,7 @@ def _attempts(plans: list[Plan]) -> Iterator[Rings]:
                 fastest[key] = decision.within
     order = sorted(fastest, key=lambda key: (benefit_s(fastest[key]), key))
     yield fastest
+    yield {key: decision.second or decision for key, decision in fastest.items()}
     for key in order:
         if fastest[key] is not lean.get(key):
             smaller = {**fastest, **({key: lean[key]} if key in lean else {})}

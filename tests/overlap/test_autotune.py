@@ -121,6 +121,37 @@ class TestDecision:
         assert trials("autotune")(*chain()) == trial
         assert raced == [4], "the second comes from the cache"
 
+    @pytest.mark.parametrize(
+        ("rings_us", "run", "nearly"),
+        [
+            ((90, 95, 70), 2, None),
+            ((90, 95, 88), 2, 0),
+            ((105, 102, 130), None, 1),
+            ((120, 111, 130), None, None),
+            ((90, 0, 0), 0, None),
+        ],
+    )
+    def test_a_ring_hardly_slower_than_what_is_run_is_told_of(
+        self, rings_us: tuple[int, ...], run: int | None, nearly: int | None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        racing(monkeypatch, 100, *rings_us)
+        program, choices = chain()
+
+        @jax.jit
+        def failing_program(*_: Any) -> Any:
+            raise ValueError("nothing can be made of it")
+
+        failing: Any = dataclasses.replace(
+            program,
+            version=lambda s: program.version(s) if rings_us[choices.index(s)] else failing_program,
+        )
+        trial = trials("autotune")(failing, choices)
+        assert trial is not None
+        assert trial.choice == (None if run is None else choices[run])
+        assert trial.nearly == (None if nearly is None else choices[nearly])
+        if nearly is not None:
+            assert trial.nearly_s == pytest.approx(rings_us[nearly] / 1e6)
+
     def test_fastest_ring_runs_and_computes_the_same(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(
             autotune, "race", lambda runs, *_: [1.0, *(0.5 + i / 10 for i in range(len(runs) - 1))]
@@ -208,17 +239,17 @@ class TestDecision:
         assert not Target(Mesh(), None).attached  # type: ignore[arg-type]
 
 
-def whole_race(monkeypatch: pytest.MonkeyPatch, whole_us: list[float]) -> list[int]:
-    """Lets every ring of a chain be a little slower than its chain, and a whole program take given times.
+def whole_race(monkeypatch: pytest.MonkeyPatch, whole_us: list[float], *, chain: float = 1.02) -> list[int]:
+    """Lets the rings of a chain take so many times as long, each a tenth longer than the one before.
 
-    A program as written is whole if it has two collectives.
+    A whole program takes given times. A program as written is whole if it has two collectives.
     """
     raced: list[int] = []
 
     def race(runs: Any, *_: Any) -> list[float]:
         text = runs[0].as_text()
         if text.count(" all-gather(") + text.count(" reduce-scatter(") < 2:
-            return [1.0, *(1.02 + number / 10 for number in range(len(runs) - 1))]
+            return [1.0, *(chain * (1 + number / 10) for number in range(len(runs) - 1))]
         raced.append(len(runs))
         return [us / 1e6 for us in whole_us[: len(runs)]]
 
@@ -239,6 +270,22 @@ class TestWholeProgram:
         assert raced == [4], "as written, both rings, and each of them"
         assert [site.rewritten for site in sites] == [True, True]
         assert all("By itself it gains nothing, and within the program it does." in s.sentence for s in sites)
+        check(function(*wanted.arguments), wanted.value())
+
+    def test_a_ring_that_is_second_by_itself_may_be_the_faster_within_the_program(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        raced = whole_race(monkeypatch, [100, 110, 90, 95, 95], chain=0.8)
+        function = overlap_collectives(
+            jax.jit(mlp(mesh_of())), policy="autotune", hardware="cpu", strict=True
+        )
+        wanted = reference()
+        sites = function.explain(*wanted.arguments).sites
+        assert raced == [5], "as written, both rings, the gather's second, and one ring fewer"
+        assert [site.rewritten for site in sites] == [True, True]
+        gather, scatter = (site.sentence for site in sites)
+        assert "880000 µs as the best ring tried. By itself another ring is faster, and not within" in gather
+        assert "800000 µs as the best ring tried." in scatter, "of two devices it has one ring"
         check(function(*wanted.arguments), wanted.value())
 
     def test_rings_that_gain_nothing_together_are_not(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,16 +69,18 @@ def planned(
     function: Callable[..., Any] = program,
     shapes: tuple[Any, ...] = SHAPES,
     predicted: passes.Policy = "auto",
+    hardware: str = "tpu_v5p",
 ) -> passes.Plan:
     """The plan of a function under a policy that tries.
 
     Args:
       predicted: the policy whose rings are those of the cost model; "auto" has none at such small shapes.
+      hardware: by name.
     """
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     jaxpr = jax.jit(function).trace(*arguments).jaxpr
-    plan = passes.make_plan(jaxpr, "verify", lambda kind: by_name("tpu_v5p"), try_out=tried)
-    model = passes.make_plan(jaxpr, predicted, lambda kind: by_name("tpu_v5p"))
+    plan = passes.make_plan(jaxpr, "verify", lambda kind: by_name(hardware), try_out=tried)
+    model = passes.make_plan(jaxpr, predicted, lambda kind: by_name(hardware))
     return tried_whole(plan, model, tried)
 
 
@@ -134,6 +136,27 @@ def test_a_ring_that_is_larger_only_can_be_taken_for_the_program() -> None:
     given = values()
     assert str(run.trace(*given).jaxpr).count("ppermute") > 0
     np.testing.assert_allclose(run(*given)[0], exact(*given), atol=1e-4)
+
+
+CLOSE: Trial[RingSchedule] = Trial(ONE, 100e-6, 80e-6, "measured", nearly=TWO, nearly_s=81e-6)
+
+
+def test_rings_hardly_slower_by_themselves_are_tried_together_on_cpu_devices() -> None:
+    tried = Tried(lambda selections: selections[1], CLOSE)
+    plan = planned(tried, hardware="cpu")
+    ((_, selections),) = tried.wholes
+    assert list(map(schedules, selections)) == [[ONE, ONE], [TWO, TWO], [ONE], [ONE]]
+    assert [site.schedule for site in passes.sites(plan)] == [str(TWO)] * 2
+    assert all("another ring is faster, and not within" in site.sentence for site in passes.sites(plan))
+    given = values()
+    np.testing.assert_allclose(jax.jit(passes.rewritten(plan))(*given)[0], exact(*given), atol=1e-4)
+
+
+def test_on_devices_that_run_a_program_in_order_the_second_ring_is_not_tried() -> None:
+    tried = Tried(first, CLOSE)
+    planned(tried)
+    ((_, selections),) = tried.wholes
+    assert list(map(schedules, selections)) == [[ONE, ONE], [ONE], [ONE]]
 
 
 NOTHING: Trial[RingSchedule] = Trial(None, 100e-6, 110e-6, "modelled")
