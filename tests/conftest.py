@@ -16,6 +16,9 @@ DEVICES: Final = 8
 UNOPTIMIZED: Final = "--xla_backend_optimization_level=0"
 """XLA's own passes are as ever; LLVM makes code of their outcome in two thirds of the time."""
 
+PATIENT: Final = "--xla_cpu_collective_call_terminate_timeout_seconds=300"
+"""A machine may stand still for a while: after 40 s in a collective XLA would end the process."""
+
 _DEVICE_FLAG: Final = "--xla_force_host_platform_device_count"
 _flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_DEVICE_FLAG)]
 
@@ -26,7 +29,7 @@ ENVIRONMENT: Final = {
     **_TPU["ENVIRONMENT"],
     # Trials of one run must not decide the next.
     "OVERLAP_CACHE_DIR": "",
-    "XLA_FLAGS": " ".join([UNOPTIMIZED, *_flags, f"{_DEVICE_FLAG}={DEVICES}"]),
+    "XLA_FLAGS": " ".join([UNOPTIMIZED, PATIENT, *_flags, f"{_DEVICE_FLAG}={DEVICES}"]),
 }
 
 if "jax" in sys.modules:
