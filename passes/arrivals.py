@@ -133,9 +133,9 @@ class Late:
         self._cut = cut_for(flow, chain, chain.dots)
         self._made: list[tuple[Piece, dict[int, Any]]] = []
 
-    def copy(self, piece: Any, *, lane: int) -> Any:
+    def copy(self, piece: Any, *earlier: Any, lane: int) -> Any:
         """See `Queue.copy`."""
-        return self._queue.copy(piece, lane=lane)
+        return self._queue.copy(piece, *earlier, lane=lane)
 
     def take_in(self, shard: Any, piece: Piece) -> None:
         """Runs everything that an arrived piece is for, each dot when the one before it is done.

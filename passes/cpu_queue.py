@@ -31,7 +31,7 @@ class Queue:
         self._sent: dict[int, Any] = {}
         self._held: list[Any] = []
 
-    def copy(self, value: Any, *, lane: int = 0) -> Any:
+    def copy(self, value: Any, *earlier: Any, lane: int = 0) -> Any:
         """The value as a copy, three operations later than what is ready along with it.
 
         A sort is an operation that XLA fuses with no other. The value that was sent before on the same lane
@@ -39,9 +39,10 @@ class Queue:
 
         Args:
           value: what is to be sent.
+          earlier: what else must have arrived before.
           lane: values of one lane are sent one after the other.
         """
-        first = self._places.nothing_of(value)
+        first = self._places.nothing_of(value, *earlier)
         nothing = lax.sort(jnp.stack([first, first]))[0]
         if lane in self._sent:
             nothing = lax.bitwise_or(nothing, self._places.nothing_of(self._sent[lane], value))

@@ -78,8 +78,9 @@ class _Ring:
         self.read, self.rings, self.operand = read, rings, operand
         self.dim = chain.blocked[chain.wire]
         self.cut_across = across(flow, chain) if schedule.across else None
+        unit = divisions(flow, chain)
         if self.cut_across is None:
-            divided = parts(schedule, divisions(flow, chain), tile_rows(flow, chain))
+            divided = parts(schedule, unit, tile_rows(flow, chain))
             self.bounds: tuple[Fraction, ...] = ()
         else:
             # Every piece has whole blocks of the gathered dim, and its part of the other one.
@@ -87,7 +88,7 @@ class _Ring:
             strips = parts(schedule, size // schedule.columns, LANES)
             divided = tuple(dataclasses.replace(p, start=Fraction(0), share=Fraction(1)) for p in strips)
             self.bounds = (*(strip.start for strip in strips), Fraction(1))
-        self.itinerary = itinerary(schedule, divided, chain.collective.axis_size)
+        self.itinerary = itinerary(schedule, divided, unit, chain.collective.axis_size)
         self.cut_apart = cut_for(flow, chain, chain.summed) if schedule.cut == "apart" else {}
         self.explicit = not flow.differentiable and shims.explicit_starts(flow.avals[chain.wire])
         self.late = Late(flow, chain, rings[0], read) if schedule.late else None
@@ -150,6 +151,9 @@ class _Ring:
         if self.explicit:
             with self.scope():
                 arriving = [shims.finish_ppermute(future) for future in arriving]
+        if self.late:
+            # XLA:CPU drops barriers, and the first half of what comes last need not wait for the second.
+            return arriving, results
         tied = tie(*arriving, *results.values())
         return list(tied[: len(arriving)]), dict(zip(results, tied[len(arriving) :], strict=True))
 
@@ -161,9 +165,10 @@ class _Ring:
         """Sends what is at hand, or parts of it, and gives what is at hand in the next step."""
         held = self._parts(step)
         wanted = self._parts(step + 1 if isinstance(step, int) else step)
-        arriving = []
+        arriving: list[Any] = []
         for number, part in enumerate(wanted):
-            # Half way round, the first hop takes a whole both ways, and the last one half of each.
+            # Half way round, the first hop takes a whole both ways, and the last one half of each. What is
+            # placed late comes in halves at last.
             source = number * len(held) // len(wanted)
             whole, piece = held[source], at_hand[source]
             if part.share < whole.share:
@@ -173,7 +178,8 @@ class _Ring:
                 places = self.rings[part.ring]
                 piece = passed_on(self.flow, self.chain, places, piece, self.dim, start, size)
             if self.late:
-                piece = self.late.copy(piece, lane=number)
+                first_half = arriving[-1:] if part.start > whole.start else []
+                piece = self.late.copy(piece, *first_half, lane=source)
             arriving.append(self._send(piece, part, step))
         return arriving
 

@@ -55,7 +55,8 @@ class RingSchedule:
         large. Of what has furthest to go a half comes from each side.
       unroll: steps per iteration of a rolled ring; 0 where the ring is unrolled.
       late: whether a gather ring sends copies, and places or adds up results when all shards are there, as
-        CPU devices need it to run dots beside hops: see `cpu_queue`.
+        CPU devices need it to run dots beside hops: see `cpu_queue`. What comes last it sends in halves, so
+        that half of the last dots run beside a hop, too.
       orders: per ring the places in the order in which it visits them, or a walk, each ring with its share
         of every block; empty for one ring in the order of the places. Walks go one way, and are not rolled:
         each of their hops has pairs of its own.
@@ -143,15 +144,19 @@ WHOLE = Part(Fraction(0), Fraction(1), 1)
 
 
 def itinerary(
-    schedule: RingSchedule, divided: tuple[Part, ...], axis_size: int
+    schedule: RingSchedule, divided: tuple[Part, ...], unit: int, axis_size: int
 ) -> tuple[tuple[Part, ...], ...]:
     """The parts of blocks that a gather has at hand in each of its steps, of unrolled rings.
 
     Args:
       schedule: how the shards travel.
       divided: the parts that each block is cut into: see ``parts``.
+      unit: the number of equal parts that a block can be cut into.
       axis_size: devices.
     """
+    if schedule.late and all(part.share * unit > 1 for part in divided):
+        halves = tuple(half for part in divided for half in _halves(part, unit))
+        return (*(divided,) * (axis_size - 1), halves)
     if not schedule.halfway:
         return (divided,) * axis_size
     wholes = [
@@ -160,6 +165,13 @@ def itinerary(
     ]
     both = tuple(dataclasses.replace(whole, step=step) for whole in wholes for step in (1, -1))
     return (tuple(wholes), *[both] * ((axis_size - 1) // 2), *[divided] * (1 - axis_size % 2))
+
+
+def _halves(part: Part, unit: int) -> tuple[Part, Part]:
+    """Both halves of a part, of a block of so many equal parts; of an odd number the first has one more."""
+    first = Fraction(math.ceil(part.share * unit / 2), unit)
+    second = dataclasses.replace(part, start=part.start + first, share=part.share - first)
+    return dataclasses.replace(part, share=first), second
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
