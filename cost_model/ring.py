@@ -90,6 +90,8 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
     A gather whose whole shards go both ways, each half way round, has its own shard in the first step, two in
     each later one, and where P is even the one that has furthest to go, in halves, in the last: as many bytes
     on the wire in half as many hops, and half as many dots, twice as large.
+    Where what comes last comes in halves, h and D being the hops and the dots of a step, the last hop and the
+    dots beside and after it last max(max(D, h/2) + D/2, h) + D/2.
     Before them a gather cuts its own shard into what it sends. Copying the gathered shards into place reads
     and writes each once. Joining the pieces of a step, taking the rows of its results apart again, and
     cutting a shard, or blocks out of an operand before its dots, take as long as `cost_model.ring_copies`
@@ -130,6 +132,12 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
     else:
         step_s = max(partial_s + add_s, wire_s)
 
+    overlapped_s = first_s + hops * step_s
+    if work.halved and hardware.overlaps:
+        dots_s = partial_s + add_s
+        halved_s = max(max(dots_s, wire_s / 2) + dots_s / 2, wire_s) + dots_s / 2
+        overlapped_s -= step_s + dots_s - halved_s
+
     waited_s = _waited_s(work, placed, hardware, fetched=fetched, spare_s=step_s - add_s - partial_s)
     dot_s, collective_s = _as_written_s(work, axis)
     latency_s = work.chains * axis.step_s(0, work.directions, work.rings, walks=work.walks)
@@ -148,7 +156,7 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
         partials_s=waited_s + work.columns * (first_s + hops * (partial_s + add_s)),
         hops_s=work.columns * hops * wire_s,
         hop_latency_s=work.columns * hops * latency_s,
-        overlapped_s=waited_s + work.columns * (first_s + hops * step_s),
+        overlapped_s=waited_s + work.columns * overlapped_s,
         added_bytes=_added_bytes(work, axis),
     )
 

@@ -34,6 +34,7 @@ class RingWork:
       joined: whether the pieces of a step go into one partial dot; then `piece` is that of all of them.
       halves: where whole shards of a gather go both ways, each half way round, the dots of one piece of what
         has furthest to go, of which a half comes from each side; `piece` is twice that. Else none.
+      halved: whether what comes last of a gather comes in halves, one after the other.
       cut: how blocks of what does not travel come to the dots of a scatter, and to those of a gather that are
         cut along K.
       accumulator: dtype of the partial sums that dots add to, where they do: those of a gather whose piece is
@@ -60,6 +61,7 @@ class RingWork:
     columns: int = 1
     joined: bool = False
     halves: tuple[Matmul, ...] = ()
+    halved: bool = False
     cut: Cut = "dot"
     accumulator: str = "float32"
     accumulators: int = 1

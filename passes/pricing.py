@@ -191,6 +191,7 @@ def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis) -> WorkOf:
             columns=schedule.columns,
             joined=schedule.joined,
             halves=_matmuls(flow, chain, share, None, rounded) if schedule.halfway else (),
+            halved=schedule.late,
             cut=schedule.cut,
             accumulator="float32" if accumulator is None else accumulator.name,
             accumulators=strips,

@@ -234,6 +234,26 @@ def test_a_step_of_a_scatter_ring(
     assert priced.overlapped_s == pytest.approx(dots * _M_S + 3 * step_s)
 
 
+@pytest.mark.parametrize("hop_parts", [0.5, 1.2, 1.7, 5.0])
+def test_half_of_what_comes_last_is_multiplied_beside_a_hop(hop_parts: float) -> None:
+    """Step by step: a dot begins when the one before it is done and its shard, or half of one, is there."""
+    hop_s = hop_parts * _M_S
+    priced = _by_hand(shard_bytes=hop_s * 1e9, halved=True)
+    at_s = begin_s = max(_M_S, hop_s) + max(_M_S, hop_s)
+    at_s += _M_S
+    for arrives_s in (begin_s + hop_s / 2, begin_s + hop_s):
+        at_s = max(at_s, arrives_s) + _M_S / 2
+    assert priced.overlapped_s == pytest.approx(at_s)
+    whole = _by_hand(shard_bytes=hop_s * 1e9)
+    assert priced.overlapped_s <= whole.overlapped_s
+    assert dataclasses.replace(priced, overlapped_s=0) == dataclasses.replace(whole, overlapped_s=0)
+
+
+def test_where_nothing_overlaps_halves_gain_nothing() -> None:
+    plain = dataclasses.replace(_PLAIN, overlaps=False)
+    assert estimate(_work(halved=True), Axis(plain, 4)) == estimate(_work(), Axis(plain, 4))
+
+
 _HALF = dataclasses.replace(_M, m=500)
 _HALF_S = 4e-3 + 1e-6
 """Half the rows of the piece: 4e6 bytes."""
