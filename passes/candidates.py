@@ -109,7 +109,7 @@ def _by_all_reduces(flow: Dataflow, chain: Chain, unit: int) -> list[RingSchedul
     base = RingSchedule(directions=1, route="all_reduce")
     if isinstance(chain, DotPsum):
         whole = unit * chain.collective.axis_size
-        return [dataclasses.replace(base, chains=n) for n in (4, 5, 6) if n <= whole]
+        return [dataclasses.replace(base, chains=n) for n in (5, 6) if n <= whole]
     cut = across(flow, chain) if _adds_up(chain) else None
     if cut is not None:
         assert isinstance(chain, AllGatherDot)
