@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cost_model import Matmul, dtype_bytes
+from passes.cpu_queue import behind, deferred
+
+STEPS: Final = 4
+"""Hops beside matmuls in one iteration: what XLA:CPU runs side by side are programs, and bodies of loops, of
+more than eight operations.
+"""
 
 Run = Callable[[int], None]
 """Does a thing so many times on every device, and waits until it is done."""
@@ -29,7 +36,7 @@ class Programs(Protocol):
         """Every device sends so many bytes to its next neighbour; and as many to the one before, if both."""
 
     def beside(self, axis: str, size: int, matmul: Matmul) -> Run:
-        """A hop, and a matmul that does not wait for it."""
+        """`STEPS` hops and matmuls as in a ring: a hop beside each matmul, the next ones wait for both."""
 
 
 class MeshPrograms:
@@ -73,12 +80,24 @@ class MeshPrograms:
         """See `Programs`."""
         onward, _ = self._neighbours(axis)
 
-        def loop(count: Any, sent: Any, x: Any, w: Any) -> Any:
-            def step(_: Any, carry: Any) -> Any:
-                sent, x = carry
-                return lax.ppermute(sent, axis, onward), _multiplied(x, w)
+        late = self.mesh.devices.flat[0].platform == "cpu"
 
-            return lax.fori_loop(0, count, step, (sent, x))
+        def loop(count: Any, sent: Any, x: Any, w: Any) -> Any:
+            zero = lax.shift_right_logical(lax.axis_index(axis), np.int32(31))
+
+            def nothing_of(value: Any) -> Any:
+                return lax.bitwise_and(lax.bitcast_convert_type(value[0], np.int32), zero)
+
+            def steps(_: Any, carry: Any) -> Any:
+                sent, x = carry
+                for _ in range(STEPS):
+                    # As rings send it there: see `passes.cpu_queue`.
+                    copy = behind(sent, deferred(nothing_of(sent))) if late else sent
+                    sent = lax.ppermute(copy, axis, onward)
+                    x = _multiplied(x, w, nothing_of(sent))
+                return sent, x
+
+            return lax.fori_loop(0, count, steps, (sent, x))
 
         return self._run(loop, _bytes(size), *_operands(matmul))
 
@@ -124,12 +143,18 @@ def _bytes(size: int) -> tuple[tuple[int, ...], Any]:
     return (max(1, round(size / dtype_bytes("float32"))),), jnp.float32
 
 
-def _multiplied(x: Any, w: Any) -> Any:
-    """The left operand of the next matmul, which waits for this one: an element of the result is in it."""
+def _multiplied(x: Any, w: Any, nothing: Any = None) -> Any:
+    """The left operand of the next matmul, which waits for this one: an element of the result is in it.
+
+    Args:
+      x, w: the operands of this one.
+      nothing: an int32 0 that the next one is to wait for, too.
+    """
     y = lax.optimization_barrier(
         jnp.dot(x, w, preferred_element_type=jnp.int32 if _whole(x.dtype) else x.dtype)
     )
-    return lax.dynamic_update_slice(x, y[:1, :1].astype(x.dtype), (0, 0))
+    place = (0, 0) if nothing is None else (nothing, nothing)
+    return lax.dynamic_update_slice(x, y[:1, :1].astype(x.dtype), place)
 
 
 def _whole(dtype: Any) -> bool:

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, Mesh
 from cost_model import Hardware, Matmul, Topology, matmul_s
 from cost_model.calibration import AxisMeasured, Calibration, base_hardware, measured_hardware
 from cost_model.fitting import HopFit, Timing, fit_hop, fit_matmuls, hidden, slope
-from overlap.calibrate_programs import MeshPrograms, Programs, Run
+from overlap.calibrate_programs import STEPS, MeshPrograms, Programs, Run
 
 Clock = Callable[[], float]
 Progress = Callable[[int, int], None]
@@ -247,11 +247,11 @@ class _Session:
                 "hop": (self.programs.hop(axis, size, both=False), self._repeats(hop_s)),
                 "beside": (
                     self.programs.beside(axis, size, matmul),
-                    self._repeats(matmuls[matmul] + hop_s),
+                    self._repeats(STEPS * (matmuls[matmul] + hop_s)),
                 ),
             }
         )
-        share = hidden(timed["matmul"].seconds, timed["hop"].seconds, timed["beside"].seconds)
+        share = hidden(timed["matmul"].seconds, timed["hop"].seconds, timed["beside"].seconds / STEPS)
         return AxisMeasured(
             size=self.mesh.shape[axis],
             between=_between(self.mesh, axis, self.base),

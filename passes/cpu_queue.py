@@ -34,16 +34,15 @@ class Queue:
     def copy(self, value: Any, *earlier: Any, lane: int = 0) -> Any:
         """The value as a copy, three operations later than what is ready along with it.
 
-        A sort is an operation that XLA fuses with no other. The value that was sent before on the same lane
-        is kept till then: what this one becomes would take its place, and wait for the dots that read it.
+        The value that was sent before on the same lane is kept till then: what this one becomes would take
+        its place, and wait for the dots that read it.
 
         Args:
           value: what is to be sent.
           earlier: what else must have arrived before.
           lane: values of one lane are sent one after the other.
         """
-        first = self._places.nothing_of(value, *earlier)
-        nothing = lax.sort(jnp.stack([first, first]))[0]
+        nothing = deferred(self._places.nothing_of(value, *earlier))
         if lane in self._sent:
             nothing = lax.bitwise_or(nothing, self._places.nothing_of(self._sent[lane], value))
         self._sent[lane] = value
@@ -68,6 +67,11 @@ class Queue:
             later,
             *held,
         )
+
+
+def deferred(nothing: Any) -> Any:
+    """The int32 0 ``nothing``, two operations later: a sort is an operation that XLA fuses with no other."""
+    return lax.sort(jnp.stack([nothing, nothing]))[0]
 
 
 def can_wait(dtype: Any) -> bool:

@@ -21,7 +21,7 @@ from cost_model import Hardware, Matmul, by_name
 from cost_model.calibration import Calibration
 from cost_model.matmul import matmul_s
 from overlap import __main__, overlap_collectives
-from overlap.calibrate_programs import MeshPrograms, Run
+from overlap.calibrate_programs import STEPS, MeshPrograms, Run
 from overlap.calibration import QUICK, Effort, _Session, calibrate, timings
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ class FakePrograms:
 
     def beside(self, axis: str, size: int, matmul: Matmul) -> Run:
         parts = self.hop_s(size), matmul_s(matmul, self.truth)
-        return self.takes(max(parts) if self.truth.overlaps else sum(parts))
+        return self.takes(STEPS * (max(parts) if self.truth.overlaps else sum(parts)))
 
 
 def mesh(*shape: int) -> Mesh:
