@@ -210,5 +210,6 @@ def test_cpu_rings_send_what_the_collective_did(program: str) -> None:
         assert timeline.hardware == "cpu"
         assert sent_bytes(timeline) == moved_bytes * 7 // 8
         permutes = [c for c in timeline.collectives if c.opcode == "collective-permute"]
-        assert len(permutes) == (0 if compiled is function else 7)
+        # Of a gather what comes last comes in halves.
+        assert len(permutes) == (0 if compiled is function else 8 if program == "gather" else 7)
         assert all(c.source.startswith(__file__) or not c.source for c in timeline.collectives)
