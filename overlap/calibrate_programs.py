@@ -7,12 +7,12 @@ from typing import Any, Final, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from cost_model import Matmul, dtype_bytes
 from passes.cpu_queue import behind, deferred
+from passes.hops import first_bits, zero_of
 
 STEPS: Final = 4
 """Hops beside matmuls in one iteration: what XLA:CPU runs side by side are programs, and bodies of loops, of
@@ -79,22 +79,18 @@ class MeshPrograms:
     def beside(self, axis: str, size: int, matmul: Matmul) -> Run:
         """See `Programs`."""
         onward, _ = self._neighbours(axis)
-
         late = self.mesh.devices.flat[0].platform == "cpu"
 
         def loop(count: Any, sent: Any, x: Any, w: Any) -> Any:
-            zero = lax.shift_right_logical(lax.axis_index(axis), np.int32(31))
-
-            def nothing_of(value: Any) -> Any:
-                return lax.bitwise_and(lax.bitcast_convert_type(value[0], np.int32), zero)
+            zero = zero_of(lax.axis_index(axis))
 
             def steps(_: Any, carry: Any) -> Any:
                 sent, x = carry
                 for _ in range(STEPS):
                     # As rings send it there: see `passes.cpu_queue`.
-                    copy = behind(sent, deferred(nothing_of(sent))) if late else sent
+                    copy = behind(sent, deferred(first_bits(sent) & zero)) if late else sent
                     sent = lax.ppermute(copy, axis, onward)
-                    x = _multiplied(x, w, nothing_of(sent))
+                    x = _multiplied(x, w, first_bits(sent) & zero)
                 return sent, x
 
             return lax.fori_loop(0, count, steps, (sent, x))

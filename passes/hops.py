@@ -88,13 +88,13 @@ class Places:
 
         XLA:CPU drops barriers before it orders a program; data alone keeps one thing behind another.
         """
-        mixed = functools.reduce(jnp.bitwise_xor, map(_first_bits, values))
+        mixed = functools.reduce(jnp.bitwise_xor, map(first_bits, values))
         return jnp.bitwise_and(mixed, self.nothing)
 
     @property
     def nothing(self) -> Any:
-        """An int32 0 that the compiler takes for anything: no device's number has a sign bit."""
-        return lax.shift_right_logical(self.after(0), np.int32(31))
+        """See `zero_of`."""
+        return zero_of(self.after(0))
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -140,7 +140,12 @@ class Places:
         return _chosen(positions, _place(self._collective))
 
 
-def _first_bits(value: Any) -> Any:
+def zero_of(number: Any) -> Any:
+    """An int32 0 of a device's number, which the compiler takes for anything: none has a sign bit."""
+    return lax.shift_right_logical(number, np.int32(31))
+
+
+def first_bits(value: Any) -> Any:
     """An int32 of the bits of a value's first element."""
     first = lax.squeeze(lax.slice(value, [0] * value.ndim, [1] * value.ndim), range(value.ndim))
     if jnp.issubdtype(first.dtype, jnp.complexfloating):

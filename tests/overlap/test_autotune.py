@@ -257,14 +257,17 @@ def whole_race(monkeypatch: pytest.MonkeyPatch, whole_us: list[float], *, chain:
     return raced
 
 
+def tuned(hardware: str) -> Any:
+    """The MLP, decorated."""
+    return overlap_collectives(jax.jit(mlp(mesh_of())), policy="autotune", hardware=hardware, strict=True)
+
+
 class TestWholeProgram:
     def test_rings_that_gain_together_alone_are_taken_on_cpu_devices(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         raced = whole_race(monkeypatch, [100, 80, 90, 95])
-        function = overlap_collectives(
-            jax.jit(mlp(mesh_of())), policy="autotune", hardware="cpu", strict=True
-        )
+        function = tuned("cpu")
         wanted = reference()
         sites = function.explain(*wanted.arguments).sites
         assert raced == [4], "as written, both rings, and each of them"
@@ -276,9 +279,7 @@ class TestWholeProgram:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         raced = whole_race(monkeypatch, [100, 110, 90, 95, 95], chain=0.8)
-        function = overlap_collectives(
-            jax.jit(mlp(mesh_of())), policy="autotune", hardware="cpu", strict=True
-        )
+        function = tuned("cpu")
         wanted = reference()
         sites = function.explain(*wanted.arguments).sites
         assert raced == [5], "as written, both rings, the gather's second, and one ring fewer"
@@ -290,18 +291,14 @@ class TestWholeProgram:
 
     def test_rings_that_gain_nothing_together_are_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
         whole_race(monkeypatch, [100, 100, 101, 99.5])
-        function = overlap_collectives(
-            jax.jit(mlp(mesh_of())), policy="autotune", hardware="cpu", strict=True
-        )
+        function = tuned("cpu")
         assert not any(site.rewritten for site in function.explain(*reference().arguments).sites)
 
     def test_on_devices_that_run_a_program_in_order_a_ring_has_to_gain_by_itself(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         raced = whole_race(monkeypatch, [100, 80, 90, 95])
-        function = overlap_collectives(
-            jax.jit(mlp(mesh_of())), policy="autotune", hardware="tpu_v5p", strict=True
-        )
+        function = tuned("tpu_v5p")
         assert not any(site.rewritten for site in function.explain(*reference().arguments).sites)
         assert not raced
 
