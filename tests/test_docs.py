@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import overlap
-from overlap import schedule_cache
 from overlap.trial_times import Timed
 from overlap.verify import Modelled
 from passes import Code
@@ -193,7 +191,6 @@ def circumstances(example: Example) -> Iterator[None]:
             stack.enter_context(mock.patch("cost_model.from_device_kind", return_value=None))
         if trial := TRIAL.fullmatch(example.one("trial", "")):
             stack.enter_context(mock.patch("overlap.verify.modelled", Compiler(trial)))
-            stack.enter_context(mock.patch.dict(os.environ, {schedule_cache.VARIABLE: ""}))
         yield
 
 

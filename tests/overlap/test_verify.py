@@ -32,12 +32,6 @@ from tests.overlap.trial_programs import Compiler, chain, gather, mapped, trials
 NO_MEMORY = jax.errors.JaxRuntimeError("INTERNAL: the compiler gave up")
 
 
-@pytest.fixture(autouse=True)
-def no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is kept on disk, unless a test says so."""
-    monkeypatch.setenv(VARIABLE, "")
-
-
 def compiler(monkeypatch: pytest.MonkeyPatch, *times: Any, **options: Any) -> Compiler:
     """The stand-in, put in the compiler's place."""
     stand_in = Compiler(*times, **options)
