@@ -14,7 +14,9 @@ from fractions import Fraction
 from typing import Any, Final, Literal
 
 from cost_model.axis import Axis
+from cost_model.dtypes import dtype_bytes
 from cost_model.matmul import Matmul, matmul_s
+from cost_model.offloaded import sums_whole
 from cost_model.pipeline import gather_after, last_gather_s
 from cost_model.plain_chain import Form, PlainChain, forms, pays, piece_in_turn, price, works
 from cost_model.ring import Estimate
@@ -285,8 +287,11 @@ def _collective_s(chain: PlainChain, axis: Axis, full_bytes: float) -> float:
         # V of an all_to_all is that of all devices together.
         return axis.all_to_all_s(axis.size * full_bytes)
     if chain.pattern == "dot_psum":
-        return axis.reduce_scatter_s(full_bytes) + axis.all_gather_s(full_bytes)
-    return axis.all_gather_s(full_bytes) if chain.gathers else axis.reduce_scatter_s(full_bytes)
+        gather = gather_after(full_bytes, dtype_bytes(chain.dtype), axis)
+        return axis.reduce_scatter_s(full_bytes) + gather.collective_s
+    if chain.gathers:
+        return axis.all_gather_s(full_bytes)
+    return (axis.all_reduce_s if sums_whole(chain.dtype, axis) else axis.reduce_scatter_s)(full_bytes)
 
 
 def _candidate(chain: PlainChain, form: Form, axis: Axis) -> Candidate:
@@ -300,7 +305,11 @@ def _candidate(chain: PlainChain, form: Form, axis: Axis) -> Candidate:
         hops = axis.size // 2
         steps = hops + 1
     # A psum's gather comes after its ring, or beside it in columns, and is no part of the steps.
-    gather = gather_after(chain.moved_bytes, axis) if chain.pattern == "dot_psum" else None
+    gather = (
+        gather_after(chain.moved_bytes, dtype_bytes(chain.dtype), axis)
+        if chain.pattern == "dot_psum"
+        else None
+    )
     gather_s = 0.0 if gather is None else gather.overlapped_s
     dots_s = priced.partials_s - (0.0 if gather is None else gather.partials_s)
     step_dots_s = dots_s / steps

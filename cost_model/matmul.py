@@ -61,9 +61,14 @@ class Matmul:
         return self.batch * self.k * self.n * dtype_bytes(self.rhs_dtype or self.dtype)
 
     @property
+    def result_dtype(self) -> str:
+        """Type of the result."""
+        return self.out_dtype or self.dtype
+
+    @property
     def result_bytes(self) -> float:
         """Bytes of the result."""
-        return self.batch * self.m * self.n * dtype_bytes(self.out_dtype or self.dtype)
+        return self.batch * self.m * self.n * dtype_bytes(self.result_dtype)
 
     def stationary(self, whole: "Matmul") -> Literal["lhs", "rhs"] | None:
         """The operand this piece of `whole` shares with the others; None if each has its own."""
@@ -157,7 +162,7 @@ def _table_s(
         unit,
         dtype_bytes(matmul.lhs_dtype or matmul.dtype),
         dtype_bytes(matmul.rhs_dtype or matmul.dtype),
-        dtype_bytes(matmul.out_dtype or matmul.dtype),
+        dtype_bytes(matmul.result_dtype),
         lhs_near=lhs_near,
         rhs_near=rhs_near,
         result_near=result_near,

@@ -18,31 +18,48 @@ where they arrive there (of compiled chunks v4 and v5p: 1.0 to 1.4, v5e and v6e:
 
 GATHERED: Final = {False: 2.6, True: 0.6}
 """The same of the gathered shards of a psum in one column (v4: 1.8 to 2.7, v5p: 2.6 to 3.0, v5e and v6e: 2.4
-to 2.6), and of those that fit on chip (v5e, v6e: 0.5 to 0.7)."""
+to 2.6), of the sum of an all_reduce that another core runs (7x: 2.5 to 2.8), and of shards that fit on chip
+(v5e, v6e: 0.5 to 0.7)."""
+
+GATHERED_WIDE: Final = 1.4
+"""The same where elements are of four bytes, which the compilers take to leave faster: see `matmul_table`
+(v4, v6e, 7x: 1.3 to 1.5)."""
 
 SUM_ON_CHIP: Final = 0.6
 """How much of what fits on chip a whole sum may be, where partial sums stay there at all (v6e: 53 MB)."""
 
 
-def gather_after(total_bytes: float, axis: Axis) -> Estimate:
+def copied_sum_s(total_bytes: float, element_bytes: float, axis: Axis) -> float:
+    """Seconds of copying a whole sum, or its shards, to where they are needed once all is there.
+
+    Args:
+      total_bytes: of the sum.
+      element_bytes: of one of its elements.
+      axis: the devices.
+    """
+    hardware, slowness = axis.hardware, 1.0
+    if hardware.network == "torus":
+        here = hardware.keeps_sums and "all_reduce" not in hardware.offloaded
+        near = here and total_bytes <= SUM_ON_CHIP * hardware.on_chip_bytes
+        slowness = GATHERED_WIDE if element_bytes >= 4 and not near else GATHERED[near]
+    return slowness * 2 * total_bytes / hardware.hbm_bytes_per_s
+
+
+def gather_after(total_bytes: float, element_bytes: float, axis: Axis) -> Estimate:
     """Prices the second half of a psum in one column: an all_gather, the same before and after.
 
     After, its shards are copied to where they are needed. Where another core runs the original's all_reduce,
-    its sum is copied just so, which the original's time leaves out: then it is reading and writing it once
-    here, too.
+    its sum is copied just so.
 
     Args:
       total_bytes: of the whole sum.
+      element_bytes: of one of its elements.
       axis: the devices.
     """
-    hardware, gather_s, slowness = axis.hardware, axis.all_gather_s(total_bytes), 1.0
-    if hardware.network == "torus" and "all_reduce" not in hardware.offloaded:
-        sums_near = hardware.keeps_sums
-        slowness = GATHERED[sums_near and total_bytes <= SUM_ON_CHIP * hardware.on_chip_bytes]
-    copy_s = slowness * 2 * total_bytes / hardware.hbm_bytes_per_s
+    gather_s, copy_s = axis.all_gather_s(total_bytes), copied_sum_s(total_bytes, element_bytes, axis)
     return Estimate(
         dot_s=0.0,
-        collective_s=gather_s,
+        collective_s=gather_s + (copy_s if "all_reduce" in axis.hardware.offloaded else 0.0),
         partials_s=copy_s,
         hops_s=0.0,
         hop_latency_s=0.0,
@@ -50,7 +67,9 @@ def gather_after(total_bytes: float, axis: Axis) -> Estimate:
     )
 
 
-def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, across: bool) -> Estimate:
+def pipeline_estimate(
+    work: RingWork, gathered_bytes: float, element_bytes: float, axis: Axis, *, across: bool
+) -> Estimate:
     """Prices a psum whose blocks are cut into chunks.
 
     With C chunks, whose scatter rings take S each, their products D, their hops H, and gathers that take G
@@ -67,6 +86,7 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
     Args:
       work: of the scatter rings of all chunks, which are its columns.
       gathered_bytes: of the whole sum.
+      element_bytes: of one of its elements.
       axis: the devices.
       across: whether the chunks are columns of the result, and not rows.
     """
@@ -99,7 +119,7 @@ def pipeline_estimate(work: RingWork, gathered_bytes: float, axis: Axis, *, acro
     latency_s, _ = _gather_s(work, 0, axis, across=across)
     return Estimate(
         dot_s=as_written.dot_s,
-        collective_s=as_written.collective_s + axis.all_gather_s(gathered_bytes),
+        collective_s=as_written.collective_s + gather_after(gathered_bytes, element_bytes, axis).collective_s,
         partials_s=whole.partials_s + chunks * copy_s,
         hops_s=whole.hops_s + chunks * gather_s,
         hop_latency_s=whole.hop_latency_s + chunks * latency_s,

@@ -15,7 +15,15 @@ from cost_model.dtypes import dtype_bytes, parse_dtype
 from cost_model.exchange import exchange_estimate
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
-from cost_model.offloaded import LEAST_ROWS, counts, hides_rows, in_words, is_offloaded, offloaded_estimate
+from cost_model.offloaded import (
+    LEAST_ROWS,
+    counts,
+    hides_rows,
+    in_words,
+    is_offloaded,
+    offloaded_estimate,
+    sums_whole,
+)
 from cost_model.pipeline import gather_after, pipeline_estimate
 from cost_model.ring import Estimate, estimate
 from cost_model.ring_copies import between_tiles_bytes
@@ -44,7 +52,7 @@ LEAST_COLUMN: Final = 256
 
 def surely_rounds(block: Matmul) -> bool:
     """Whether a TPU's matrix unit, and no other, multiplies such float32 blocks and their pieces."""
-    whole = block.dtype == (block.out_dtype or block.dtype) == "float32"
+    whole = block.dtype == block.result_dtype == "float32"
     return whole and min(block.m, block.k, block.n) >= LEAST_ROUNDED
 
 
@@ -327,10 +335,12 @@ def price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
     if form.route != "ring":
         return _offloaded_price(chain, form, axis)
     (work,) = works(chain, form, axis)
-    if chain.pattern == "dot_psum" and form.columns > 1:
-        return pipeline_estimate(work, chain.moved_bytes, axis, across=form.across)
-    priced = estimate(work, axis)
-    return priced + gather_after(chain.moved_bytes, axis) if chain.pattern == "dot_psum" else priced
+    if chain.pattern != "dot_psum":
+        return estimate(work, axis)
+    width = dtype_bytes(chain.dtype)
+    if form.columns > 1:
+        return pipeline_estimate(work, chain.moved_bytes, width, axis, across=form.across)
+    return estimate(work, axis) + gather_after(chain.moved_bytes, width, axis)
 
 
 def _offloaded_price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
@@ -472,7 +482,7 @@ def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
     second = None
     if chain.free is not None and columns > 1:
         second = (chain.free, Fraction(1, columns))
-    summed = [_accumulator(d.matmul.out_dtype or d.matmul.dtype) for d in chain.dots if d.cut == "k"]
+    summed = [_accumulator(d.matmul.result_dtype) for d in chain.dots if d.cut == "k"]
     dots, shard_bytes = chain.multiplied(axis), chain.wire_bytes(axis) / axis.size
     return RingWork(
         collective="all_gather",
@@ -539,6 +549,7 @@ def _scatter_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
         columns=form.columns,
         fused=fused,
         apart_bytes=copied_bytes if fused else copied_bytes + 3 * wide_bytes / form.columns,
+        sums_whole=chain.pattern == "dot_reduce_scatter" and sums_whole(chain.dtype, axis),
     )
 
 

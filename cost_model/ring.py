@@ -219,9 +219,11 @@ def _waited_s(work: RingWork, placed: OnChip, hardware: Hardware, *, fetched: bo
 def _as_written_s(work: RingWork, axis: Axis) -> tuple[float, float]:
     """Seconds of the original dots, and of the original collective."""
     gathered = work.collective == "all_gather"
-    collective_s = (axis.all_gather_s if gathered else axis.reduce_scatter_s)(
-        axis.size * work.collective_shard_bytes
-    )
+    if work.sums_whole:
+        whole_s = axis.all_reduce_s
+    else:
+        whole_s = axis.all_gather_s if gathered else axis.reduce_scatter_s
+    collective_s = whole_s(axis.size * work.collective_shard_bytes)
     sent = sent_side(work, axis.size, *work.pairs[0]) if gathered and work.pairs else None
     return wholes_s(work.matmuls, axis.hardware, collective_s if gathered else 0.0, sent), collective_s
 

@@ -44,6 +44,8 @@ class RingWork:
       apart_bytes: bytes that are read and written beside the dots of one step: additions that are not part of
         them, blocks copied for them.
       hands_out_gathered: whether the rings also assemble the gathered array, for other uses.
+      sums_whole: whether the original is an all_reduce of which each device keeps its block; see
+        `cost_model.offloaded`.
 
     Raises:
       ValueError: a count is below 1, bytes are negative, or there is not one piece to each matmul.
@@ -68,6 +70,7 @@ class RingWork:
     fused: bool = True
     apart_bytes: float = 0
     hands_out_gathered: bool = False
+    sums_whole: bool = False
 
     def __post_init__(self) -> None:
         if self.collective not in ("all_gather", "reduce_scatter"):

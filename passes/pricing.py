@@ -13,7 +13,7 @@ from typing import Final
 from cost_model import Axis, Estimate, Matmul, RingWork, estimate, exchange_estimate
 from cost_model.in_turn import in_turn_estimate
 from cost_model.matmul import matmul_s
-from cost_model.offloaded import offloaded_estimate
+from cost_model.offloaded import offloaded_estimate, sums_whole
 from cost_model.pipeline import gather_after, pipeline_estimate
 from cost_model.ring_copies import between_tiles_bytes
 from passes.block_eval import accumulator_dtype, cut_once
@@ -42,8 +42,9 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
             after = pricer(flow, chain.gather, axis)
             return lambda schedule: before(schedule) + after(gather_schedule(schedule))
         total = flow.avals[op.outputs[0]]
-        total_bytes = total.size * total.dtype.itemsize
-        gather = gather_after(total_bytes, axis)
+        width = total.dtype.itemsize
+        total_bytes = total.size * width
+        gather = gather_after(total_bytes, width, axis)
         work_of_scatter = scatter_work(flow, chain.scatter, axis)
         psum_as_written = functools.cache(lambda: before(_ANY) + gather)
 
@@ -54,7 +55,8 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
                 return _in_turn(flow, chain, schedule, axis)
             if schedule.columns == 1:
                 return before(schedule) + gather
-            return pipeline_estimate(work_of_scatter(schedule), total_bytes, axis, across=schedule.across)
+            work = work_of_scatter(schedule)
+            return pipeline_estimate(work, total_bytes, width, axis, across=schedule.across)
 
         return psum
     if chain.collective.kind == "all_to_all":
@@ -218,6 +220,7 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
     # Blocks that do not lie together in memory: each is copied before its dot.
     copied_bytes = 2 * sum(aval.size * aval.dtype.itemsize for aval, dim in blocked if dim) / axis_size
     narrow_bytes = scattered.size * narrow.itemsize / axis_size
+    scatters = chain.collective.kind == "reduce_scatter"
 
     def between_tiles(schedule: RingSchedule) -> float:
         return sum(
@@ -262,6 +265,7 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
             columns=columns,
             fused=fused,
             apart_bytes=copied if fused else copied + 3 * wide_bytes / columns,
+            sums_whole=scatters and sums_whole(narrow.name, axis),
         )
 
     return work

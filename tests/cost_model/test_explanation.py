@@ -39,7 +39,7 @@ class TestTerms:
             assert min(parts) >= 0
             assert sum(parts) == pytest.approx(candidate.estimate.overlapped_s)
             # A psum's gathered sum is copied after the ring.
-            copied_s = gather_after(4096 * 1024 * 2, Axis(by_name(hardware), 8)).partials_s
+            copied_s = gather_after(4096 * 1024 * 2, 2, Axis(by_name(hardware), 8)).partials_s
             dots_s = candidate.estimate.partials_s - (copied_s if pattern == "dot_psum" else 0)
             assert candidate.step_dots_s * candidate.steps == pytest.approx(dots_s)
             assert candidate.step_hop_s * candidate.hops == pytest.approx(candidate.estimate.hops_s)

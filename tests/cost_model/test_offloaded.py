@@ -8,8 +8,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from cost_model import Axis, Topology, by_name
-from cost_model.offloaded import counts, in_words, is_offloaded
+from cost_model import Axis, Topology, by_name, pipeline
+from cost_model.explanation import explain
+from cost_model.offloaded import counts, in_words, is_offloaded, sums_whole
 from cost_model.plain_chain import Form, chain_of, forms, price
 from cost_model.topology import Place
 
@@ -126,3 +127,31 @@ def test_other_collectives_have_no_such_forms() -> None:
 def test_only_known_collectives_can_be_offloaded() -> None:
     with pytest.raises(ValueError, match=r"'tpu_7x': offloaded names collectives of .*, not \['permute'\]"):
         dataclasses.replace(TPU7X, offloaded=("permute",))
+
+
+@pytest.mark.parametrize("form", [Form(), Form(route="reduce_scatter", chains=8, across=True)], ids=str)
+def test_of_integers_sparse_cores_make_an_all_reduce(form: Form) -> None:
+    """Each device keeps its block of it, so that a reduce_scatter takes twice as long."""
+    prices = {}
+    for dtype in ("int32", "float32"):
+        chain = chain_of("dot_reduce_scatter", 8192, 4096, 4096, dtype=dtype)
+        prices[dtype] = price(chain, form, AXIS)
+        assert explain(chain, AXIS).collective.seconds == pytest.approx(prices[dtype].collective_s)
+    moved_bytes = 4 * 8192 * 4096
+    assert prices["float32"].collective_s == pytest.approx(AXIS.reduce_scatter_s(moved_bytes))
+    assert prices["int32"].collective_s == pytest.approx(AXIS.all_reduce_s(moved_bytes))
+    if form.route == "reduce_scatter":
+        assert prices["int32"].hops_s == pytest.approx(8 * AXIS.all_reduce_s(moved_bytes / 8))
+    elsewhere = Axis(by_name("tpu_v5p"), 8)
+    assert sums_whole("int32", AXIS) and not sums_whole("float32", AXIS)
+    assert not sums_whole("int32", elsewhere)
+
+
+def test_pieces_of_a_sum_are_placed_as_a_whole_sum_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is copied to where it is needed, as the original's sum is: in all as long."""
+    chain, form = chain_of("dot_psum", 16384, 8192, 16384), Form(route="all_reduce", chains=8)
+    placed_s = price(chain, form, AXIS).partials_s
+    whole_s = pipeline.copied_sum_s(chain.moved_bytes, 2, AXIS)
+    assert whole_s == pytest.approx(2.6 * 2 * chain.moved_bytes / TPU7X.hbm_bytes_per_s)
+    monkeypatch.setattr(pipeline, "GATHERED", {False: 0.0, True: 0.0})
+    assert placed_s - price(chain, form, AXIS).partials_s == pytest.approx(whole_s)

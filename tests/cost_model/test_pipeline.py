@@ -58,10 +58,11 @@ def test_only_the_last_gather_of_a_compute_bound_psum_is_exposed() -> None:
     assert priced.overlapped_s == pytest.approx(scatter.partials_s + placed_s * 7 / 8 + last_s, rel=1e-3)
 
 
-def test_chunks_are_as_the_original_psum_before_the_rewrite() -> None:
+@pytest.mark.parametrize("axis", [RING, Axis(by_name("tpu_7x"), 16)], ids=str)
+def test_chunks_are_as_the_original_psum_before_the_rewrite(axis: Axis) -> None:
     chain, form = chunks(4)
-    plain = price(chain, Form(directions=2), RING)
-    priced = price(chain, form, RING)
+    plain = price(chain, Form(directions=2), axis)
+    priced = price(chain, form, axis)
     assert (priced.dot_s, priced.collective_s) == (plain.dot_s, plain.collective_s)
 
 
@@ -70,7 +71,7 @@ def test_where_hops_and_dots_take_turns_all_adds_up() -> None:
     axis = Axis(hardware, 16)
     chain, form = chunks(4)
     (work,) = works(chain, form, axis)
-    priced = pipeline_estimate(work, V_BYTES, axis, across=True)
+    priced = pipeline_estimate(work, V_BYTES, 2, axis, across=True)
     gather_s = 4 * last_gather_s(work, V_BYTES, axis, across=True)
     assert priced.overlapped_s == pytest.approx(estimate(of_strips(work), axis).overlapped_s + gather_s)
 
@@ -135,24 +136,37 @@ def test_blocks_that_all_chunks_have_in_common_are_held() -> None:
 
 
 @pytest.mark.parametrize(
-    ("chip", "size", "slowness"),
+    ("chip", "size", "width", "slowness"),
     [
-        ("tpu_v4", 30e6, 2.6),
-        ("tpu_v5p", 30e6, 2.6),
-        ("tpu_v5e", 30e6, 0.6),
-        ("tpu_v5e", 90e6, 2.6),
-        ("tpu_v6e", 50e6, 0.6),
-        ("tpu_7x", 30e6, 1.0),
-        ("h100", 30e6, 1.0),
+        ("tpu_v4", 30e6, 2, 2.6),
+        ("tpu_v4", 30e6, 4, 1.4),
+        ("tpu_v5p", 30e6, 2, 2.6),
+        ("tpu_v5e", 30e6, 2, 0.6),
+        ("tpu_v5e", 30e6, 4, 0.6),
+        ("tpu_v5e", 90e6, 2, 2.6),
+        ("tpu_v5e", 90e6, 4, 1.4),
+        ("tpu_v6e", 50e6, 2, 0.6),
+        ("h100", 30e6, 2, 1.0),
     ],
 )
-def test_a_psum_s_gathered_shards_are_copied(chip: str, size: float, slowness: float) -> None:
+def test_a_psum_s_gathered_shards_are_copied(chip: str, size: float, width: float, slowness: float) -> None:
     axis = Axis(by_name(chip), 8)
-    found = gather_after(size, axis)
+    found = gather_after(size, width, axis)
     assert found.collective_s == axis.all_gather_s(size)
     assert found.partials_s == pytest.approx(slowness * 2 * size / axis.hardware.hbm_bytes_per_s)
     assert found.overlapped_s == pytest.approx(found.collective_s + found.partials_s)
     assert found.dot_s == found.hops_s == 0
+
+
+@pytest.mark.parametrize(("width", "slowness"), [(2, 2.6), (4, 1.4)])
+def test_what_another_core_sums_is_copied_before_the_rewrite_too(width: float, slowness: float) -> None:
+    """The original's all_reduce of TPU7x, whose result never is where it is needed."""
+    axis = Axis(by_name("tpu_7x"), 8)
+    found = gather_after(3e6, width, axis)
+    copied_s = slowness * 2 * 3e6 / axis.hardware.hbm_bytes_per_s
+    assert found.partials_s == pytest.approx(copied_s)
+    assert found.collective_s == pytest.approx(axis.all_gather_s(3e6) + copied_s)
+    assert found.benefit_s == 0
 
 
 def test_where_no_dot_reads_a_part_of_what_is_on_chip_a_strip_is_not_fetched() -> None:
