@@ -47,6 +47,8 @@ class Hardware:
         into their place in that memory, beside the matmul that makes them.
       receives_on_chip: whether what collectives bring may arrive in that memory.
       fetches_shards: whether a whole shard that a step's only dot contracts is brought there before it.
+      fetches_sums: whether a partial sum that is added to by turns with others is brought there beside their
+        dots, where sums do not stay.
       cuts_on_chip: whether a dot may read its block of an operand that lies in that memory as a whole.
       between_tiles: how many times as long a scatter's dots take that cut parts of both operands out, of one
         few rows that begin within a tile.
@@ -96,6 +98,7 @@ class Hardware:
     placing_on_chip: float = 0.0
     receives_on_chip: bool = True
     fetches_shards: bool = False
+    fetches_sums: bool = False
     cuts_on_chip: bool = True
     between_tiles: float = 1.0
     fuses_additions: bool = False

@@ -38,8 +38,9 @@ def wholes_s(
     """Seconds of the whole dots.
 
     The smaller operand of each is fetched beforehand, beside other work, if it fits. So may the larger be,
-    for which the dot then waits if that takes longer than what runs before it. Where nothing does, a TPU's
-    first dot waits for the larger operand that fits, as compilers have it, whether or not that is faster.
+    beside it or in its place, for which the dot then waits if that takes longer than what runs before it.
+    Where nothing does, a TPU's first dot waits for the larger operand that fits, as compilers have it,
+    whether or not that is faster.
 
     Args:
       matmuls: the dots.
@@ -79,9 +80,12 @@ def _later_s(matmul: Matmul, hardware: Hardware, before_s: float, far: Side | No
     sizes = [math.inf if side == far else side_bytes(matmul, side) for side in SIDES]
     smaller = SIDES[0] if sizes[0] < sizes[1] else SIDES[1]
     dot_s = _with_s(matmul, hardware, smaller if min(sizes) <= hardware.on_chip_bytes else None, far)
-    if hardware.network == "torus" and sum(sizes) <= hardware.on_chip_bytes:
+    if hardware.network == "torus" and max(sizes) <= hardware.on_chip_bytes:
         fetch_s = max(sizes) / hardware.hbm_bytes_per_s
-        fetched_s = matmul_s(matmul, hardware, lhs_on_chip=True, rhs_on_chip=True)
+        if sum(sizes) <= hardware.on_chip_bytes:
+            fetched_s = matmul_s(matmul, hardware, lhs_on_chip=True, rhs_on_chip=True)
+        else:
+            fetched_s = _with_s(matmul, hardware, OTHER[smaller])
         fetched_s += max(0.0, fetch_s - before_s)
         if fetched_s < dot_s:
             return fetched_s, max(0.0, before_s - fetch_s)

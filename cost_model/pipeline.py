@@ -25,6 +25,10 @@ GATHERED_WIDE: Final = 1.4
 """The same where elements are of four bytes, which the compilers take to leave faster: see `matmul_table`
 (v4, v6e, 7x: 1.3 to 1.5)."""
 
+FEW_CHUNKS: Final = 4
+"""Columns of a result that are chunks up to this number of which blocks that begin within a tile may be
+read on chip."""
+
 SUM_ON_CHIP: Final = 0.6
 """How much of what fits on chip a whole sum may be, where partial sums stay there at all (v6e: 53 MB)."""
 
@@ -92,10 +96,11 @@ def pipeline_estimate(
     """
     hardware, chunks = axis.hardware, work.columns
     as_written = estimate(work, axis)
-    if across and hardware.cuts_on_chip and not begins_at_tiles(work, axis.size):
+    many = chunks > FEW_CHUNKS or hardware.between_tiles > 1
+    if across and hardware.cuts_on_chip and many and not begins_at_tiles(work, axis.size):
         # As on hardware that keeps nothing on chip; what there is before the rewrite stays as it is. The
-        # compiler of v6e was seen to read both operands from main memory, though they fit on chip (104 rows:
-        # 2.4 to 2.6 times as long as priced); that of v5e did not, of 72 rows: priced so when in doubt.
+        # compilers were seen to read both operands from main memory, though they fit on chip: that of v6e of
+        # 104 rows (2.4 to 2.6 times as long as else), that of v5e of 84 in 8 chunks (2.4), not in 2 or 4.
         far = dataclasses.replace(hardware, on_chip_bytes=1.0, between_tiles=1.0)
         axis = dataclasses.replace(axis, hardware=far)
     strips = dataclasses.replace(work, matmuls=_strips(work, axis)) if across else work

@@ -19,7 +19,7 @@ from cost_model.hardware import Hardware
 from cost_model.matmul import matmul_s
 from cost_model.on_chip import side_bytes, wholes_s
 from cost_model.ring_copies import copies_s, cutting_s, entering_s
-from cost_model.ring_on_chip import OnChip, on_chip, sums_stay
+from cost_model.ring_on_chip import OnChip, on_chip, sum_near, sums_stay
 from cost_model.ring_work import RingWork, cut_side, few_rows_between_tiles, sent_side
 from cost_model.tile import placed_slowness
 
@@ -211,8 +211,8 @@ def _waited_s(work: RingWork, placed: OnChip, hardware: Hardware, *, fetched: bo
     waits = hardware.network == "torus" and not fetched
     fetch_s = placed.held_bytes / hardware.hbm_bytes_per_s if waits else 0.0
     waited_s = max(entering_s(work, hardware), fetch_s - max(0.0, spare_s))
-    if placed.results:
-        waited_s += sum(whole.result_bytes for whole in work.matmuls) / hardware.hbm_bytes_per_s
+    grown = zip(work.matmuls, placed.results, strict=True)
+    waited_s += sum(whole.result_bytes for whole, grows in grown if grows) / hardware.hbm_bytes_per_s
     return waited_s
 
 
@@ -274,9 +274,10 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool)
     width = dtype_bytes(work.accumulator)
     sums = zip(work.piece, summed, strict=True)
     sum_bytes = sum(piece.batch * piece.m * piece.n * width for piece, added in sums if added)
-    kept = sums_stay(work, sum_bytes, hardware)
+    sum_before, sum_after = sum_near(work, sum_bytes, hardware)
     total_s = 0.0
-    for (piece, whole), added, (lhs, rhs) in zip(work.pairs, summed, placed.near, strict=True):
+    each = zip(work.pairs, summed, placed.near, placed.results, strict=True)
+    for (piece, whole), added, (lhs, rhs), grows in each:
         by_rows = gathered and not work.joined and piece.k == whole.k and piece.m < whole.m
         by_tiles = by_rows and hardware.network == "torus"
         slowness = placed_slowness(piece.m, piece.k, piece.n) if by_tiles else 1.0
@@ -285,10 +286,10 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool)
             hardware,
             lhs_on_chip=lhs,
             rhs_on_chip=rhs,
-            result_on_chip=(added and kept) or placed.results,
+            result_on_chip=(added and sum_after) or grows,
             accumulator=work.accumulator if added else None,
-            accumulator_on_chip=added and kept,
+            accumulator_on_chip=added and sum_before,
         )
-        if placed.results and piece.k == whole.k:
+        if grows and piece.k == whole.k:
             total_s += hardware.placing_on_chip * piece.result_bytes / hardware.hbm_bytes_per_s
     return total_s

@@ -7,12 +7,16 @@ differ.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
 from cost_model.on_chip import OTHER, SIDES, Side, beside_bytes, side_bytes
 from cost_model.ring_work import RingWork, cut_side, sent_side
+
+FETCHED_SUM: Final = 1 / 3
+"""Share of the room on chip that a partial sum may take to be fetched beside the dots of another."""
 
 Near = tuple[bool, bool]
 """Whether the left and the right operand are on chip before a dot starts."""
@@ -25,12 +29,12 @@ class OnChip:
     Attributes:
       near: of every matmul's pieces, the operands.
       held_bytes: of the operands that are held there throughout, for which the first dot waits.
-      results: whether a gather's results grow there until the end.
+      results: of every matmul, whether a gather's result grows there until the end.
     """
 
     near: tuple[Near, ...]
     held_bytes: float
-    results: bool
+    results: tuple[bool, ...]
 
 
 def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
@@ -75,7 +79,7 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
                 held_bytes += needed_bytes
                 room_bytes -= needed_bytes
         found.append((near["lhs"], near["rhs"]))
-    return OnChip(tuple(found), held_bytes, _grows(work, held_bytes, hardware))
+    return OnChip(tuple(found), held_bytes, _grow(work, held_bytes, hardware))
 
 
 def _comes_whole(work: RingWork, hardware: Hardware) -> bool:
@@ -101,7 +105,7 @@ def _shared_side(
 
 
 def _cut_first_bytes(work: RingWork, axis_size: int, shared: list[Side | None], hardware: Hardware) -> float:
-    """Bytes of what the first matmul's dots cut their blocks out of, where that is held before all else.
+    """Bytes of what the first matmul's dots read their blocks of, where that is held before all else.
 
     TPU compilers fetch one operand before a program begins: the largest that fits, not the one that is read
     most often.
@@ -111,7 +115,7 @@ def _cut_first_bytes(work: RingWork, axis_size: int, shared: list[Side | None], 
     if work.collective == "all_gather" and not hardware.cuts_on_chip:
         return 0.0
     piece, whole = work.pairs[0]
-    cut_bytes = side_bytes(whole, cut_side(work, axis_size, piece, whole))
+    cut_bytes = side_bytes(whole, _read_by_blocks(work, axis_size, piece, whole))
     larger = cut_bytes > side_bytes(whole, shared[0])
     return cut_bytes if larger and cut_bytes <= hardware.on_chip_bytes else 0.0
 
@@ -123,24 +127,45 @@ def _read_by_blocks(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul
     return cut_side(work, axis_size, piece, whole)
 
 
-def _grows(work: RingWork, held_bytes: float, hardware: Hardware) -> bool:
-    """Whether a gather's results are put together on chip, as all fit there beside what is held.
+def _grow(work: RingWork, held_bytes: float, hardware: Hardware) -> tuple[bool, ...]:
+    """Which of a gather's results are put together on chip: the last ones that fit beside what is held.
 
     Those of rows or of a batch's matrices (v6e, 2 to 42 MB: such rings were priced 1.1 to 1.5 times as long
     as they took), and those of sums that stay there, if each piece has its own: those of one sum for all
     pieces its last dot was seen to write to main memory itself.
     """
+    none = (False,) * len(work.matmuls)
     if work.collective != "all_gather" or work.joined:
-        return False
+        return none
     placed = all(
         piece.k == whole.k and (piece.m < whole.m or piece.batch < whole.batch) for piece, whole in work.pairs
     )
     apart = work.accumulators > 1 and all(piece.k < whole.k for piece, whole in work.pairs)
     sum_bytes = sum(p.batch * p.m * p.n for p in work.piece) * dtype_bytes(work.accumulator)
     if not (placed or (apart and sums_stay(work, sum_bytes, hardware))):
-        return False
-    results_bytes = sum(whole.result_bytes for whole in work.matmuls)
-    return results_bytes + held_bytes <= hardware.results_on_chip * hardware.on_chip_bytes
+        return none
+    room_bytes = hardware.results_on_chip * hardware.on_chip_bytes - held_bytes
+    found: list[bool] = []
+    for whole in reversed(work.matmuls):
+        found.insert(0, whole.result_bytes <= room_bytes)
+        room_bytes -= whole.result_bytes if found[0] else 0.0
+    return tuple(found)
+
+
+def sum_near(work: RingWork, sum_bytes: float, hardware: Hardware) -> tuple[bool, bool]:
+    """Whether the sum that a piece's dots add to is on chip before them, and whether it stays there.
+
+    Where none stays from step to step, one that is added to by turns with others is still fetched beside
+    their dots, and little ones stay (v5p: such rings were priced 1.2 to 1.6 times as long as they took).
+    Arguments as of ``sums_stay``.
+    """
+    if sums_stay(work, sum_bytes, hardware):
+        return True, True
+    if not hardware.fetches_sums or work.collective != "all_gather" or work.pieces == 1:
+        return False, False
+    little = sum_bytes * work.accumulators <= beside_bytes(0, hardware)
+    fetched = work.accumulators > 1 and sum_bytes <= FETCHED_SUM * hardware.on_chip_bytes
+    return little or fetched, little
 
 
 def sums_stay(work: RingWork, sum_bytes: float, hardware: Hardware) -> bool:

@@ -76,6 +76,8 @@ def test_elsewhere_nothing_is_waited_for() -> None:
         ("tpu_v5p", Matmul(m=768, k=8448, n=640), 0.0, None, 29.1e-6),
         ("tpu_v5p", Matmul(m=320, k=512, n=15616), 66.6e-6, "rhs", 31.4e-6),
         ("tpu_v5p", Matmul(m=64, k=512, n=2816), 2e-6, "lhs", 3.4e-6),
+        # 93 MB of it, which alone fit; fetched beside the all_gather, and waited for.
+        ("tpu_v6e", Matmul(batch=8, m=3792, k=1536, n=256), 31e-6, None, 68.9e-6),
         ("tpu_7x", Matmul(m=3712, k=3712, n=8448), 114.8e-6, "lhs", 263.1e-6),
     ],
     ids=str,

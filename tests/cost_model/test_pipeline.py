@@ -111,6 +111,17 @@ def test_blocks_that_begin_within_a_tile_may_be_read_from_main_memory() -> None:
     assert within > 2 * aligned
 
 
+@pytest.mark.parametrize("columns", [2, 4, 8])
+def test_of_few_chunks_they_are_read_on_chip_on_v5e(columns: int) -> None:
+    """Blocks of 168 and 192 rows of 16 devices, as of ``x[2688, 640] @ w[640, 23424]``."""
+    axis = Axis(by_name("tpu_v5e"), 16)
+    form = Form(directions=2, columns=columns, across=True)
+    within, aligned = (
+        price(chain_of("dot_psum", rows, 640, 23552), form, axis).partials_s for rows in (2688, 3072)
+    )
+    assert (within > aligned) == (columns == 8)
+
+
 def test_rows_are_cut_into_chunks_by_their_number_and_columns_by_their_width() -> None:
     found = forms(chain_of("dot_psum", 16 * 6, 512, 1024), RING)
     assert {form.columns for form in found if not form.across} == {1, 2}

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from cost_model import Hardware, Matmul, RingWork, by_name
-from cost_model.ring_on_chip import on_chip, sums_stay
+from cost_model import Axis, Hardware, Matmul, RingWork, by_name, estimate
+from cost_model.ring_on_chip import on_chip, sum_near, sums_stay
 
 ROOM: Hardware = dataclasses.replace(
     by_name("tpu_v5e"), on_chip_bytes=10e6, accumulator_on_chip_bytes=1e6, results_on_chip=0.9
@@ -153,9 +153,25 @@ def test_results_of_rows_grow_there_beside_what_is_held(joined: bool) -> None:
     whole = Matmul(m=4000, k=1000, n=500)
     work = gathers(whole, dataclasses.replace(whole, m=1000), joined=joined)
     roomy = dataclasses.replace(ROOM, on_chip_bytes=5e6 / 0.9 + 1)
-    assert on_chip(work, 4, roomy).results is not joined
-    assert not on_chip(work, 4, dataclasses.replace(roomy, on_chip_bytes=5e6 / 0.9 - 1)).results
-    assert not on_chip(work, 4, dataclasses.replace(roomy, results_on_chip=0.0)).results
+    assert on_chip(work, 4, roomy).results == (not joined,)
+    assert on_chip(work, 4, dataclasses.replace(roomy, on_chip_bytes=5e6 / 0.9 - 1)).results == (False,)
+    assert on_chip(work, 4, dataclasses.replace(roomy, results_on_chip=0.0)).results == (False,)
+
+
+def test_of_several_results_the_last_grow_there_that_fit() -> None:
+    """As of v6e's ``2 * x[1792, 128] @ w[128, 13824]``: 50 MB each, of which 87 may be there."""
+    whole = Matmul(m=4000, k=1000, n=500)
+    work = gathers(whole, dataclasses.replace(whole, m=1000), dots=3)
+    for room_bytes, grow in (
+        (15e6, (True, True, True)),
+        (14e6, (False, True, True)),
+        (7e6, (False, False, True)),
+    ):
+        roomy = dataclasses.replace(ROOM, on_chip_bytes=room_bytes, results_on_chip=1.0)
+        assert on_chip(work, 4, roomy).results == grow
+    fast = dataclasses.replace(ROOM, on_chip_bytes=7e6, results_on_chip=1.0)
+    slow = dataclasses.replace(fast, results_on_chip=0.0)
+    assert estimate(work, Axis(fast, 4)).partials_s < estimate(work, Axis(slow, 4)).partials_s
 
 
 def test_results_of_a_batch_grow_there_as_rows_do() -> None:
@@ -164,9 +180,9 @@ def test_results_of_a_batch_grow_there_as_rows_do() -> None:
     work = gathers(whole, dataclasses.replace(whole, batch=1))
     roomy = dataclasses.replace(ROOM, on_chip_bytes=1e7)
     share = (4e6 + on_chip(work, 4, roomy).held_bytes) / 1e7
-    assert on_chip(work, 4, roomy).results
-    assert on_chip(work, 4, dataclasses.replace(roomy, results_on_chip=share)).results
-    assert not on_chip(work, 4, dataclasses.replace(roomy, results_on_chip=share - 0.01)).results
+    assert on_chip(work, 4, roomy).results == (True,)
+    assert on_chip(work, 4, dataclasses.replace(roomy, results_on_chip=share)).results == (True,)
+    assert on_chip(work, 4, dataclasses.replace(roomy, results_on_chip=share - 0.01)).results == (False,)
 
 
 @pytest.mark.parametrize(("accumulators", "grow"), [(2, True), (1, False)])
@@ -176,5 +192,30 @@ def test_results_of_sums_grow_there_if_each_piece_has_its_own_and_they_stay(
     """Results of 1e6 bytes, sums of 2e6 each."""
     work = gather(directions=2, accumulators=accumulators)
     roomy = dataclasses.replace(ROOM, accumulator_on_chip_bytes=4e6, results_on_chip=1.0, on_chip_bytes=1e8)
-    assert on_chip(work, 4, roomy).results is grow
-    assert not on_chip(work, 4, dataclasses.replace(roomy, accumulator_on_chip_bytes=3.9e6)).results
+    assert on_chip(work, 4, roomy).results == (grow,)
+    assert on_chip(work, 4, dataclasses.replace(roomy, accumulator_on_chip_bytes=3.9e6)).results == (False,)
+
+
+def test_what_a_batch_s_dots_read_by_blocks_is_held_before_all_else() -> None:
+    """x[4, 1000, 1000] times w[4, 1000, 500], w gathered on its batch dim: x is the larger, of 8e6 bytes."""
+    whole = Matmul(batch=4, m=1000, k=1000, n=500)
+    work = gathers(whole, dataclasses.replace(whole, batch=1))
+    work = dataclasses.replace(work, shard_bytes=1e6, collective_shard_bytes=1e6)
+    assert on_chip(work, 4, dataclasses.replace(ROOM, on_chip_bytes=8e6)).held_bytes == 8e6
+    assert on_chip(work, 4, dataclasses.replace(ROOM, on_chip_bytes=8e6 - 1)).held_bytes == 0
+    assert on_chip(work, 4, dataclasses.replace(ROOM, on_chip_bytes=8e6, cuts_on_chip=False)).held_bytes == 0
+
+
+def test_sums_that_do_not_stay_may_be_fetched_beside_the_dots_of_others() -> None:
+    far = dataclasses.replace(ROOM, on_chip_bytes=9e6, accumulator_on_chip_bytes=0.0, fetches_sums=True)
+    assert not far.keeps_sums
+    two = gather(directions=2, accumulators=2)
+    assert sum_near(two, 3e6, far) == (True, False)
+    assert sum_near(two, 3e6 + 1, far) == (False, False)
+    # All of them take a sixteenth of the room.
+    assert sum_near(two, 9e6 / 32, far) == (True, True)
+    assert sum_near(gather(directions=2), 9e6 / 16, far) == (True, True)
+    assert sum_near(gather(directions=2), 9e6 / 16 + 1, far) == (False, False)
+    assert sum_near(gather(), 1e3, far) == (False, False)
+    assert sum_near(two, 3e6, dataclasses.replace(far, fetches_sums=False)) == (False, False)
+    assert sum_near(two, 0.5e6, ROOM) == (True, True)
