@@ -525,11 +525,12 @@ def _scatter_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
         if dot.cut == "m" and not dot.apart:
             copied_bytes += between_tiles_bytes(
                 of.lhs_bytes,
-                of.m // axis.size,
+                of.m // axis.size // (1 if form.across else form.columns),
                 dtype_bytes(of.dtype),
                 axis.size,
                 axis.hardware,
                 pieces=form.pieces,
+                across=form.across and form.columns == 1,
                 cut=form.cut,
             )
     wide_bytes = chain.elements * dtype_bytes(_accumulator(chain.dtype)) / axis.size

@@ -51,22 +51,28 @@ def between_tiles_bytes(
     hardware: Hardware,
     *,
     pieces: int,
+    across: bool,
     cut: Cut,
 ) -> float:
-    """Bytes read and written in a step of a scatter since its blocks of rows do not begin where a tile does.
+    """Bytes read and written in a step of a scatter since its pieces' rows do not begin where a tile does.
 
-    0 where they do, or where a compiler cuts them anywhere: a TPU's does, of elements wider than a byte. Of
-    narrower ones it copies the whole operand for every piece, or, where blocks are cut early, them.
+    0 where they do (see `passes.schedule.parts`), or where a compiler cuts them anywhere: a TPU's does, of
+    elements wider than a byte. Of narrower ones it copies the whole operand for every piece, or, where blocks
+    are cut early, them.
 
     Args:
       operand_bytes: of the whole operand.
-      block_rows: of it that belong to one device's block.
+      block_rows: of it that belong to one device's block, or to a chunk of one.
       itemsize: bytes of an element.
       axis_size: devices of the axis.
       hardware: where the ring runs.
       pieces, cut: see `RingWork`.
+      across: whether the pieces are cut along another dim, and each has all these rows.
     """
-    if hardware.network != "torus" or itemsize > 1 or block_rows % tile_rows(itemsize) == 0:
+    if hardware.network != "torus" or itemsize > 1:
+        return 0.0
+    rows, cuts = tile_rows(itemsize), 1 if across else pieces
+    if block_rows % rows == 0 and (block_rows % (cuts * rows) == 0 or block_rows >= 2 * cuts * rows):
         return 0.0
     if cut == "dot":
         return 2 * COPYING_WHOLE * pieces * operand_bytes

@@ -226,11 +226,12 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
         return sum(
             between_tiles_bytes(
                 aval.size * aval.dtype.itemsize,
-                aval.shape[0] // axis_size,
+                aval.shape[0] // axis_size // (1 if schedule.across else schedule.columns),
                 aval.dtype.itemsize,
                 axis_size,
                 axis.hardware,
                 pieces=schedule.pieces,
+                across=schedule.across and schedule.columns == 1,
                 cut=schedule.cut,
             )
             for aval, dim in blocked

@@ -257,9 +257,10 @@ def _largest(unit: int, pieces: int, grain: int) -> int:
 def parts(schedule: RingSchedule, unit: int, grain: int = tile.TILE_ROWS) -> tuple[Part, ...]:
     """How a schedule divides each block, given the number of equal parts it can be cut into.
 
-    Pieces that go both ways take turns. Where ``unit`` does not divide into as many multiples of 8 rows, or
-    of ``grain`` columns, which TPUs place as they are, some are larger: all but the last are multiples of
-    ``grain`` parts, or of less where blocks are small, or where columns would be too uneven.
+    Pieces that go both ways take turns. Where ``unit`` does not divide into as many multiples of 8 rows (of
+    elements of a byte: of ``grain``), or of ``grain`` columns, which TPUs place as they are, some are larger:
+    all but the last are multiples of ``grain`` parts, or of less where blocks are small, or where columns
+    would be too uneven.
 
     Raises:
       ValueError: the schedule has more pieces than there are parts.
@@ -268,7 +269,8 @@ def parts(schedule: RingSchedule, unit: int, grain: int = tile.TILE_ROWS) -> tup
     if pieces > unit:
         raise ValueError(f"a block of {unit} part(s) cannot be cut into {pieces} pieces")
     columns = grain >= LANES
-    even = grain if columns else SUBLANES
+    # Of elements of a byte a TPU's compiler copies the whole operand for a piece that begins within a tile.
+    even = SUBLANES if grain <= tile.TILE_ROWS else grain
     # The largest piece sets the pace of all hops.
     most = UNEVEN * unit if columns else math.inf
     while grain > 1 and (

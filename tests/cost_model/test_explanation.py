@@ -100,7 +100,7 @@ class TestTerms:
     @pytest.mark.parametrize(
         ("m", "dtype", "hardware", "whole"),
         [
-            (16 * 32, "int8", "tpu_v5p", False),
+            (16 * 64, "int8", "tpu_v5p", False),
             (16 * 40, "int8", "tpu_v5p", True),
             (16 * 40, "bfloat16", "tpu_v5p", False),
             (16 * 40, "int8", "h100", False),

@@ -23,15 +23,19 @@ from cost_model import (
 )
 from cost_model.ring import SHARDS_HELD
 from cost_model.ring_copies import (
+    COPYING_WHOLE,
     CUTTING,
+    CUTTING_BETWEEN_TILES,
     CUTTING_COLUMNS,
     CUTTING_ROWS,
     JOINING,
     JOINING_BLOCKS,
     JOINING_MORE,
+    between_tiles_bytes,
     copies_s,
     entering_s,
 )
+from cost_model.ring_work import Cut
 
 _V5P, _V5E, _H100, _CPU = by_name("tpu_v5p"), by_name("tpu_v5e"), by_name("h100"), by_name("cpu")
 
@@ -819,3 +823,28 @@ def test_the_benefit_grows_from_loss_to_gain_with_the_number_of_rows() -> None:
     signs = [_benefit_s(_gather, rows, 8192, 2048, 16, _V5P) > 0 for rows in (32, 128, 512, 2048, 8192)]
     assert not signs[0] and signs[-1]
     assert sum(before != after for before, after in itertools.pairwise(signs)) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "pieces", "across", "copied"),
+    [
+        (800, 2, False, False),  # 416 and 384
+        (800, 2, True, False),
+        (96, 2, False, True),  # 48 each
+        (96, 3, False, False),
+        (96, 2, True, False),
+        (400, 1, False, True),
+        (400, 2, True, True),
+    ],
+)
+def test_pieces_of_elements_of_a_byte_that_begin_within_a_tile_copy_the_whole(
+    rows: int, pieces: int, across: bool, copied: bool
+) -> None:
+    def found(itemsize: float, cut: Cut, chip: str = "tpu_v6e") -> float:
+        return between_tiles_bytes(
+            1e6, rows, itemsize, 16, by_name(chip), pieces=pieces, across=across, cut=cut
+        )
+
+    assert found(1, "dot") == (2 * COPYING_WHOLE * pieces * 1e6 if copied else 0)
+    assert found(1, "early") == (2 * CUTTING_BETWEEN_TILES * 1e6 / 16 if copied else 0)
+    assert found(2, "dot") == found(1, "dot", "h100") == 0

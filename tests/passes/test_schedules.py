@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from cost_model.tile import LANES
+from cost_model.tile import LANES, tile_rows
 from cost_model.walk import gray_walks
 from passes import shims
 from passes.schedule import RingSchedule, parts
@@ -253,6 +253,22 @@ def test_pieces_that_are_not_equal_begin_at_a_tile(pieces: int, unit: int, sizes
     divided = parts(RingSchedule(directions=1, chains=pieces), unit)
     assert [part.share * unit for part in divided] == sizes
     assert [part.start * unit for part in divided] == [sum(sizes[:number]) for number in range(pieces)]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "unit", "sizes"),
+    [
+        (2, 800, [416, 384]),
+        (2, 1024, [512, 512]),
+        (4, 544, [160, 128, 128, 128]),
+        (3, 672, [224, 224, 224]),
+        (2, 96, [48, 48]),  # too few rows for tiles that are not too uneven
+    ],
+)
+def test_pieces_of_elements_of_a_byte_begin_at_a_tile(pieces: int, unit: int, sizes: list[int]) -> None:
+    """Else the TPU compiler copies all of what they are cut out of: v6e, 800 rows: 36 ms in place of 1.5."""
+    divided = parts(RingSchedule(directions=1, chains=pieces), unit, tile_rows(1))
+    assert [part.share * unit for part in divided] == sizes
 
 
 @pytest.mark.parametrize(
