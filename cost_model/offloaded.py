@@ -125,10 +125,12 @@ def offloaded_estimate(
     added_bytes = min(1.0, 2 / pieces) * moved_bytes - moved_bytes
     cut_s = 0.0
     if not gathers:
-        place_s = copied_s(results_bytes / pieces)
-        if collective == "all_reduce":
-            place_s = copied_sum_s(results_bytes / pieces, dtype_bytes(matmuls[0].result_dtype), axis)
-        place_s += hardware.copy_overhead_s
+        piece_bytes = results_bytes / pieces
+        place_s = hardware.copy_overhead_s + (
+            copied_sum_s(piece_bytes, dtype_bytes(matmuls[0].result_dtype), axis)
+            if collective == "all_reduce"
+            else copied_s(piece_bytes)
+        )
         cut_s = hardware.copy_overhead_s if across else 0.0
     elif across:
         before_s = copied_s(moved_bytes / axis.size, CUTTING)
