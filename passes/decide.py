@@ -326,7 +326,10 @@ def _verdict(
 
 
 def program_order(
-    flow: Dataflow, decisions: tuple[Decision, ...], held: Mapping[int, Collective]
+    flow: Dataflow,
+    decisions: tuple[Decision, ...],
+    held: Mapping[int, Collective],
+    first: Mapping[int, Collective],
 ) -> tuple[tuple[Decision, ...], tuple[int | Unit, ...]]:
     """An order in which the operations and rings can run, each ring as one step.
 
@@ -337,6 +340,7 @@ def program_order(
       flow: the dataflow graph.
       decisions: those for its collectives.
       held: operations that wait for a ring which they do not need, each with the ring's collective.
+      first: operations that a ring waits for, and does not need, each with the ring's collective.
 
     Returns:
       The decisions, with those given up revised; and operation numbers, rings and sums of shards, in the
@@ -358,7 +362,7 @@ def program_order(
             for number, unit in units.items()
             for member in (unit.chain if isinstance(unit, Ring) else unit).members
         }
-        order = _contracted(flow, units, unit_of, held)
+        order = _contracted(flow, units, unit_of, held, first)
         try:
             sequence = nx.lexicographical_topological_sort(order, key=lambda unit: position.get(unit, unit))
             return decisions, tuple(units.get(unit, unit) for unit in sequence)
@@ -367,9 +371,13 @@ def program_order(
 
 
 def _contracted(
-    flow: Dataflow, units: Mapping[int, Unit], unit_of: Mapping[int, int], held: Mapping[int, Collective]
+    flow: Dataflow,
+    units: Mapping[int, Unit],
+    unit_of: Mapping[int, int],
+    held: Mapping[int, Collective],
+    first: Mapping[int, Collective],
 ) -> nx.DiGraph[int]:
-    """The dataflow graph with each unit as one node, and what is held back behind its ring."""
+    """The dataflow graph with each unit as one node; what waits for a ring, and what a ring waits for."""
     import networkx as nx
 
     order: nx.DiGraph[int] = nx.DiGraph()
@@ -380,6 +388,7 @@ def _contracted(
         if (a := unit_of.get(source, source)) != (b := unit_of.get(target, target))
     )
     order.add_edges_from((beside.op, dot) for dot, beside in held.items() if beside.op in units)
+    order.add_edges_from((op, after.op) for op, after in first.items() if after.op in units)
     for number, unit in units.items():
         if isinstance(unit, ShardReduction):
             # It goes its own way from the gather's operand, beside the ring.

@@ -125,6 +125,9 @@ class _Ring:
         for step in range(done, hops):
             at_hand, results = self._step(step, at_hand, results)
         results = self._take_in(hops, at_hand, results)
+        if self.chain.handed_out and not self.late:
+            # Else what came last would be placed, and stay where it arrived, when the whole is first read.
+            results = dict(zip(results, tie(*results.values()), strict=True))
         return self.late.results(at_hand) if self.late else results
 
     def pieces_of(self, wire: Any) -> list[Any]:

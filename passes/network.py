@@ -82,6 +82,11 @@ class Network:
         """Whether the devices run first what is ready first, whatever a program's order: CPU devices."""
         return self.hardware is not None and "cpu" in self.hardware.device_kinds
 
+    @property
+    def leaves_for_last(self) -> bool:
+        """Whether compilers leave for last what no collective waits for: TPUs'."""
+        return self.hardware is not None and self.hardware.network == "torus"
+
     @cached_property
     def _topology(self) -> Topology | None:
         """Where the devices are, if they say so. The same in every process: a mesh lists all devices.

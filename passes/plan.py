@@ -21,7 +21,7 @@ from passes.match import match_dataflow
 from passes.network import Network
 from passes.reasons import Code, Reason
 from passes.site import Site
-from passes.weight_gradients import held_back, weight_gradients
+from passes.weight_gradients import held_back, run_first, weight_gradients
 
 BODIES: Mapping[str, tuple[str, ...]] = {
     "jit": ("jaxpr",),
@@ -56,8 +56,9 @@ class Plan:
       bodies: operation number → parameter name → plans of the jaxprs in that parameter; none where they hold
         neither collectives nor shard_maps.
       opaque: operations whose bodies cannot be replaced, with the plans of those bodies (for the report).
-      first_in_first_out: see ``Network``.
+      network: the devices that it runs on; None where there are no collectives, or none can be replaced.
       held: operations that are held back to run beside a ring's collective, each with the collective.
+      first: operations that a ring waits for, each with the ring's collective.
     """
 
     flow: Dataflow
@@ -66,26 +67,32 @@ class Plan:
     order: tuple[int | Unit, ...]
     bodies: Mapping[int, Mapping[str, tuple[Plan, ...]]]
     opaque: Mapping[int, tuple[Plan, ...]]
-    first_in_first_out: bool = False
+    network: Network | None = None
     held: Mapping[int, Collective] = dataclasses.field(default_factory=dict)
+    first: Mapping[int, Collective] = dataclasses.field(default_factory=dict)
 
     def decided(self, decisions: tuple[Decision, ...]) -> Plan:
         """The plan with these decisions, as far as their rings can all be, and an order for them."""
         order: tuple[int | Unit, ...] = ()
-        held = self._held(decisions)
+        held, first = self._outside(decisions)
         if any(decision.rewritten for decision in decisions):
-            decisions, order = program_order(self.flow, with_epilogues(self.flow, decisions), held)
+            decisions = with_epilogues(self.flow, decisions)
+            decisions, order = program_order(self.flow, decisions, held, first)
         if not any(decision.rewritten for decision in decisions):
             order = tuple(self.flow.live)
-        return dataclasses.replace(self, decisions=decisions, order=order, held=held)
+        return dataclasses.replace(self, decisions=decisions, order=order, held=held, first=first)
 
-    def _held(self, decisions: tuple[Decision, ...]) -> Mapping[int, Collective]:
-        """The weights' gradients outside of rings that are to run beside the collective of one."""
-        if not self.first_in_first_out or self.flow.differentiable:
-            return {}
+    def _outside(
+        self, decisions: tuple[Decision, ...]
+    ) -> tuple[Mapping[int, Collective], Mapping[int, Collective]]:
+        """The weights' gradients outside of rings: those held back beside one's collective, and run first."""
         chains = [d.ring.chain for d in decisions if d.rewritten and d.ring is not None]
-        members = {op for chain in chains for op in chain.members}
-        return held_back(self.flow, chains, weight_gradients(self.flow, members))
+        if self.network is None or self.flow.differentiable or not chains:
+            return {}, {}
+        dots = weight_gradients(self.flow, {op for chain in chains for op in chain.members})
+        held = held_back(self.flow, chains, dots) if self.network.first_in_first_out else {}
+        first = run_first(self.flow, chains, dots) if self.network.leaves_for_last else {}
+        return held, first
 
     def bodies_of(self, index: int) -> tuple[Plan, ...]:
         """The plans of the replaceable bodies of one operation."""
@@ -316,7 +323,7 @@ class _Planner:
         decisions = decide(
             flow, matches, self.policy, network, lambda d: describe(plan, d), repeated, self.try_out
         )
-        return dataclasses.replace(plan, first_in_first_out=network.first_in_first_out).decided(decisions)
+        return dataclasses.replace(plan, network=network).decided(decisions)
 
     def _network(self, device_kind: str | None, mapped: _Mapped | None) -> Network:
         key = (device_kind, mapped)

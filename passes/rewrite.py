@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 
 from passes import shims
-from passes.block_eval import Read
+from passes.block_eval import Read, tie
 from passes.chains import Lone, ShardReduction
 from passes.collective import Collective
 from passes.cpu_queue import behind
 from passes.decide import Unit
-from passes.emit import emit_ring
+from passes.emit import Ring, emit_ring
 from passes.gather_ring import emit_shard_reduction, own_block
 from passes.graph import Dataflow, Literal, Op, Operand
 from passes.hops import PlacesOf
@@ -55,6 +55,8 @@ class _Rewriter:
 
         for unit in plan.order:
             if not isinstance(unit, int):
+                if isinstance(unit, Ring):
+                    env.update(_waiting(plan, unit, env))
                 env.update(_emit(flow, unit, read, places))
                 continue
             op = flow.ops[unit]
@@ -121,6 +123,19 @@ class _Rewriter:
                 raise RewriteError(f"in {plan.path}: results are {closed.out_avals}, not {wanted}")
             self.traced[plan] = shims.like(original, closed)
         return self.traced[plan]
+
+
+def _waiting(plan: Plan, ring: Ring, env: Mapping[int, Any]) -> dict[int, Any]:
+    """What its dots read and what is to run first, by value: none of it is there before all is."""
+    flow, here = plan.flow, ring.chain.collective
+    first = [flow.ops[op].outputs[0] for op, collective in plan.first.items() if collective == here]
+    if not first:
+        return {}
+    read = [operand for operand in flow.ops[ring.chain.dots[0].op].inputs if isinstance(operand, int)]
+    # Weights and other arguments had to be copied if they were held up.
+    made = [operand for operand in read if operand not in flow.inputs] or read
+    values = [value for value in dict.fromkeys((*made, *first)) if value in env]
+    return dict(zip(values, tie(*(env[value] for value in values)), strict=True))
 
 
 def _emit(flow: Dataflow, unit: Unit, read: Read, places: PlacesOf) -> dict[int, Any]:

@@ -1,20 +1,27 @@
-"""Dots that no collective waits for, held back to run beside one: weights' gradients, on CPU devices.
+"""Dots that no collective waits for, weights' gradients most of all: when they run.
 
 XLA:CPU runs first what is ready first (docs/network.md). A weight's gradient is ready as soon as a backward
 pass has gathered what came back, along with the dots that its next collective waits for; run before those it
 delays that collective, and nothing is left to run beside it. So it is left out of the gather's ring, takes
 the assembled value in one dot, and waits by data until the ring of that collective has made what it sends
-last. Other compilers order a program themselves.
+last.
+
+TPU compilers leave them for last, and keep what they read until then: the gathered values of a whole backward
+pass. So there the ring of the next sum waits for them, by a barrier.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Final
 
 from passes import shims
 from passes.chains import AllGatherDot, Chain
 from passes.collective import Collective
 from passes.graph import COLLECTIVES, Dataflow, Op
+
+_FORMS: Final = frozenset({"transpose", "reshape", "squeeze", "convert_element_type"})
+"""Operations that a compiler makes part of a dot, or of its result's layout."""
 
 
 def weight_gradients(flow: Dataflow, rings: Set[int] = frozenset()) -> frozenset[int]:
@@ -43,24 +50,66 @@ def held_back(flow: Dataflow, chains: Iterable[Chain], dots: Iterable[int]) -> M
       chains: in program order.
       dots: from which no collective is reached.
     """
-    sums = [chain.collective for chain in chains if not isinstance(chain, AllGatherDot)]
-    wanted = frozenset(dots)
-    if not sums or not wanted:
+    sums = _sums(chains)
+    every = (1 << len(sums)) - 1
+    needed = _needed(flow, sums, frozenset(dots))
+    return {dot: sums[(every & ~bits).bit_length() - 1] for dot, bits in needed.items() if bits != every}
+
+
+def run_first(flow: Dataflow, chains: Iterable[Chain], dots: Iterable[int]) -> Mapping[int, Collective]:
+    """For each dot the next collective of a chain that sums up, after all those that it needs.
+
+    Where the result of a dot is only to change its form, it is given by the operation that does so last.
+
+    Args:
+      flow: the dataflow graph of the chains.
+      chains: in program order.
+      dots: from which no collective is reached.
+    """
+    sums = _sums(chains)
+    needed = _needed(flow, sums, frozenset(dots))
+    return {
+        _in_final_form(flow, dot): sums[bits.bit_length()]
+        for dot, bits in needed.items()
+        if bits.bit_length() < len(sums)
+    }
+
+
+def _sums(chains: Iterable[Chain]) -> list[Collective]:
+    return [chain.collective for chain in chains if not isinstance(chain, AllGatherDot)]
+
+
+def _needed(flow: Dataflow, sums: Sequence[Collective], dots: Set[int]) -> Mapping[int, int]:
+    """The sums that each dot needs: bit n of its number says so of sum n."""
+    if not sums or not dots:
         return {}
-    held: dict[int, Collective] = {}
-    # Bit n of a value's: whether it needs what sum n makes.
     makes = {collective.op: 1 << number for number, collective in enumerate(sums)}
+    found: dict[int, int] = {}
     needs: dict[int, int] = {}
     for index, op in flow.live.items():
         needed = 0
         for operand in op.inputs:
             if isinstance(operand, int):
                 needed |= needs.get(operand, 0)
-        if index in wanted and (free := ~needed & ((1 << len(sums)) - 1)):
-            held[index] = sums[free.bit_length() - 1]
+        if index in dots:
+            found[index] = needed
         if needed := needed | makes.get(index, 0):
             needs.update(dict.fromkeys(op.outputs, needed))
-    return held
+    return found
+
+
+def _in_final_form(flow: Dataflow, dot: int) -> int:
+    """The last of the operations by which the result of a dot changes its form, and nothing else reads it."""
+    last = dot
+    while True:
+        (value,) = flow.ops[last].outputs
+        users = set(flow.users[value])
+        if len(users) != 1 or -1 in users:
+            return last
+        (user,) = users
+        if flow.ops[user].name not in _FORMS:
+            return last
+        last = user
 
 
 def _may_communicate(op: Op) -> bool:

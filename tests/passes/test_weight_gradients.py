@@ -1,4 +1,7 @@
-"""Weights' gradients on CPU devices: found, left out of gathers' rings, held back behind a scatter's."""
+"""Weights' gradients: found, and on CPU devices left out of gathers' rings and held back behind a scatter's.
+
+On TPUs they run before it.
+"""
 
 # JAX leaves its collectives, and what jit and shard_map return, untyped.
 # mypy: allow-untyped-calls, no-warn-return-any
@@ -19,7 +22,7 @@ from cost_model import Hardware, by_name
 from overlap import overlap_collectives
 from passes.graph import dataflow
 from passes.match import match_dataflow
-from passes.weight_gradients import held_back, weight_gradients
+from passes.weight_gradients import held_back, run_first, weight_gradients
 from tests.passes import bodies, spmd
 
 ROWS, WIDTH, HIDDEN = 4, 6, 10
@@ -117,14 +120,56 @@ def test_what_needs_the_scatter_s_result_is_not() -> None:
     assert not held_back(flow, match.found, weight_gradients(flow))
 
 
+def test_they_run_before_the_next_scatter_in_their_final_form() -> None:
+    flow = dataflow(backward())
+    found = [match.found[0] for match in match_dataflow(flow) if isinstance(match.found, tuple)]
+    first = run_first(flow, found, weight_gradients(flow))
+    assert {flow.avals[flow.ops[op].outputs[0]].shape for op in first} == {(WIDTH, HIDDEN), (HIDDEN, WIDTH)}
+    assert {flow.ops[op].outputs[0] for op in first} <= set(flow.outputs)
+    assert {collective.kind for collective in first.values()} == {"reduce_scatter"}
+    gathers = [chain for chain in found if chain.collective.kind == "all_gather"]
+    assert not run_first(flow, gathers, weight_gradients(flow))
+
+
+def test_of_several_scatters_they_run_before_the_one_after_what_they_need() -> None:
+    def body(x: Any, w: Any, v: Any) -> Any:
+        def scattered(y: Any) -> Any:
+            return lax.psum_scatter(y, "x", scatter_dimension=0, tiled=True)
+
+        first = lax.all_gather(scattered(x @ w), "x", axis=0, tiled=True)
+        second = lax.all_gather(scattered(first @ v), "x", axis=0, tiled=True)
+        return scattered(second @ w), x.T @ x, first.T @ x, second.T @ x
+
+    shards = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 8), (8, 8), (8, 8))]
+    flow, matches = bodies.matched(body, *shards, axis_size=2, check_vma=False)
+    sums = [m.found[0] for m in matches if isinstance(m.found, tuple) and m.collective.kind != "all_gather"]
+    first = run_first(flow, sums, weight_gradients(flow))
+    results = [flow.outputs.index(flow.ops[op].outputs[0]) for op in first]
+    wanted = [sums[number - 1].collective for number in results]
+    assert sorted(results) == [1, 2, 3]
+    assert list(first.values()) == wanted
+
+
+def test_what_needs_the_last_scatter_runs_before_none() -> None:
+    def body(x: Any, w: Any) -> Any:
+        y = lax.psum_scatter(x @ w, "x", scatter_dimension=0, tiled=True)
+        return y.T @ y
+
+    shards = [jax.ShapeDtypeStruct((4, 8), "float32"), jax.ShapeDtypeStruct((8, 2), "float32")]
+    flow, (match,) = bodies.matched(body, *shards, axis_size=2, check_vma=False)
+    assert isinstance(match.found, tuple)
+    assert not run_first(flow, match.found, weight_gradients(flow))
+
+
 def decorated(devices: int, hardware: Hardware) -> Any:
     return overlap_collectives(step(devices), policy="always", hardware=hardware, strict=True)
 
 
+@pytest.mark.parametrize("hardware", [CPU, by_name("tpu_v5p")], ids=lambda hardware: hardware.name)
 @pytest.mark.parametrize("devices", [2, 4])
-def test_a_training_step_has_the_same_loss_and_gradients(devices: int) -> None:
+def test_a_training_step_has_the_same_loss_and_gradients(devices: int, hardware: Hardware) -> None:
     given = arguments(devices)
-    ring = decorated(devices, CPU)
+    ring = decorated(devices, hardware)
     assert all(site.rewritten for site in ring.explain(*given).sites)
     loss, gradients = ring(*given)
     with jax.enable_x64(True):
@@ -163,3 +208,20 @@ def test_they_wait_for_what_the_scatter_sends() -> None:
 
     assert waiting(CPU) == 2
     assert waiting(by_name("tpu_v5p")) == 0
+
+
+def test_on_tpus_the_last_ring_waits_for_them() -> None:
+    given = arguments(2)
+
+    def awaited(hardware: Hardware) -> bool:
+        jaxpr = jax.make_jaxpr(decorated(2, hardware))(*given)
+        # The other gradient is the gather's ring's.
+        wanted = {(WIDTH, HIDDEN), (2 * ROWS, HIDDEN)}
+        return any(
+            wanted == {var.aval.shape for var in eqn.invars}
+            for eqn in bodies.equations(jaxpr)
+            if eqn.primitive.name == "optimization_barrier"
+        )
+
+    assert awaited(by_name("tpu_v5p"))
+    assert not awaited(CPU)
