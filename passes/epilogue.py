@@ -2,6 +2,11 @@
 
 Left outside, an activation behind a dot reads and writes the whole result once the ring is done. Inside, it
 is part of the partial dot's fusion, and what only it reads is never written.
+
+What it reads beside the results must then be there as a whole. A factor that a backward pass is given has
+been kept by the forward pass for it: left outside, compilers make it anew of what is smaller, within the
+fusion that reads it. So an epilogue reads nothing of the results' size that the program is given, but masks:
+with the two factors of a gelu inside, four layers of an MLP took 56 % more memory and 9 % more time (v5e).
 """
 
 from __future__ import annotations
@@ -98,6 +103,7 @@ def _followers(
 ) -> Iterator[BlockOp]:
     """The operations that can follow the dots block by block, in program order."""
     unit, axis_size = divisions(flow, chain), chain.collective.axis_size
+    given = {value for value in flow.inputs if flow.avals[value].dtype.itemsize > 1}
     pending = [user for value in blocked for user in flow.users[value] if user >= 0]
     heapq.heapify(pending)
     done = -1
@@ -119,6 +125,8 @@ def _followers(
         own = [(v, dim) for v, dim in pairs if isinstance(v, int) and v in blocked]
         others = [v for v, _ in pairs if isinstance(v, int) and v not in blocked]
         if any(blocked[v] != dim for v, dim in own) or any(flow.producer.get(v) in late for v in others):
+            continue
+        if any(v in given for v, dim in pairs if dim is not None):
             continue
         sizes = [flow.aval(v).shape[dim] for v, dim in pairs if dim is not None]
         sizes += [flow.avals[value].shape[rule.result_dim] for value in op.outputs]

@@ -92,6 +92,23 @@ def test_what_would_have_to_be_written_anyway_stays_outside() -> None:
     assert not chain.epilogue and not chain.unplaced
 
 
+def test_of_what_the_program_is_given_whole_only_masks_are_read_inside() -> None:
+    def scaled(x: Any, w: Any, whole: Any) -> Any:
+        return (gather(x) @ w) * whole
+
+    def masked(x: Any, w: Any, whole: Any) -> Any:
+        return lax.select(whole, gather(x) @ w, jnp.zeros(whole.shape, x.dtype))
+
+    shape = (AXIS_SIZE * ROWS, HIDDEN)
+    flow, (chain,) = chains_of(scaled, X, W, jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert not chain.epilogue
+    flow, (chain,) = chains_of(masked, X, W, jax.ShapeDtypeStruct(shape, jnp.bool_))
+    assert "select_n" in inside(flow, chain)
+    # One row for all, a bias, is read as it is.
+    flow, (chain,) = chains_of(scaled, X, W, shard(1, HIDDEN))
+    assert "mul" in inside(flow, chain)
+
+
 def test_nothing_follows_that_mixes_rows() -> None:
     flow, (chain,) = chains_of(lambda x, w: lax.cumsum(jnp.tanh(gather(x) @ w), axis=0), X, W)
     assert inside(flow, chain) == ["tanh"]
