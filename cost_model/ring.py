@@ -205,11 +205,12 @@ def _piece_bytes(work: RingWork, hardware: Hardware) -> float:
 def _waited_s(work: RingWork, placed: OnChip, hardware: Hardware, *, fetched: bool, spare_s: float) -> float:
     """Seconds before the first dot and after the last.
 
-    The first dot waits for what is held on chip. The hop beside it is on its way meanwhile, and takes
-    ``spare_s`` longer than the dot. Results that grow on chip are brought out at the end.
+    The first dot waits for what is held on chip, unless that is fetched beside another ring. The hop beside
+    it is on its way meanwhile, and takes ``spare_s`` longer than the dot. Results that grow on chip are
+    brought out at the end.
     """
     waits = hardware.network == "torus" and not fetched
-    fetch_s = placed.held_bytes / hardware.hbm_bytes_per_s if waits else 0.0
+    fetch_s = placed.awaited_bytes / hardware.hbm_bytes_per_s if waits else 0.0
     waited_s = max(entering_s(work, hardware), fetch_s - max(0.0, spare_s))
     grown = zip(work.matmuls, placed.results, strict=True)
     waited_s += sum(whole.result_bytes for whole, grows in grown if grows) / hardware.hbm_bytes_per_s

@@ -11,7 +11,7 @@ from typing import Final
 
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
-from cost_model.matmul import Matmul
+from cost_model.matmul import Matmul, matmul_s
 from cost_model.on_chip import OTHER, SIDES, Side, beside_bytes, side_bytes
 from cost_model.ring_work import RingWork, cut_side, sent_side
 
@@ -28,12 +28,14 @@ class OnChip:
 
     Attributes:
       near: of every matmul's pieces, the operands.
-      held_bytes: of the operands that are held there throughout, for which the first dot waits.
+      held_bytes: of the operands that are held there throughout.
+      awaited_bytes: those of them that the first dot waits for.
       results: of every matmul, whether a gather's result grows there until the end.
     """
 
     near: tuple[Near, ...]
     held_bytes: float
+    awaited_bytes: float
     results: tuple[bool, ...]
 
 
@@ -49,8 +51,9 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     shared = [_shared_side(work, axis_size, piece, whole, hardware) for piece, whole in work.pairs]
     first_bytes = held_bytes = _cut_first_bytes(work, axis_size, shared, hardware)
     for number, (whole, side) in enumerate(zip(work.matmuls, shared, strict=True)):
-        if held_bytes + side_bytes(whole, side) <= hardware.on_chip_bytes:
-            held_bytes += side_bytes(whole, side)
+        with_bytes = held_bytes + side_bytes(whole, side)
+        if with_bytes <= hardware.on_chip_bytes and _arrives_in_time(work, with_bytes, hardware):
+            held_bytes = with_bytes
         else:
             shared[number] = None
     little_bytes = beside_bytes(held_bytes, hardware)
@@ -79,7 +82,29 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
                 held_bytes += needed_bytes
                 room_bytes -= needed_bytes
         found.append((near["lhs"], near["rhs"]))
-    return OnChip(tuple(found), held_bytes, _grow(work, held_bytes, hardware))
+    awaited_bytes = 0.0 if _fits_beside(work, held_bytes, hardware) else held_bytes
+    return OnChip(tuple(found), held_bytes, awaited_bytes, _grow(work, held_bytes, hardware))
+
+
+def _fits_beside(work: RingWork, held_bytes: float, hardware: Hardware) -> bool:
+    """Whether what is held is fetched while another ring runs, beside what that one holds."""
+    before_bytes = work.before_bytes
+    return before_bytes is not None and before_bytes + held_bytes <= hardware.on_chip_bytes
+
+
+def _arrives_in_time(work: RingWork, held_bytes: float, hardware: Hardware) -> bool:
+    """Whether what is to be held can be fetched.
+
+    With no room beside what the ring before it holds, it is fetched once that is done, and only if the dots
+    of a step take as long: rings of MLPs (v5e, v6e) were else priced 6 to 30 % too fast. What is read again
+    in a backward pass stays, and leaves no room (14 to 32 %).
+    """
+    if work.before_bytes is None or _fits_beside(work, held_bytes, hardware):
+        return True
+    if work.before_stays:
+        return False
+    pieces = (matmul_s(piece, hardware, lhs_on_chip=True, rhs_on_chip=True) for piece in work.piece)
+    return held_bytes / hardware.hbm_bytes_per_s <= work.dots * sum(pieces)
 
 
 def _comes_whole(work: RingWork, hardware: Hardware) -> bool:

@@ -46,6 +46,9 @@ class RingWork:
       hands_out_gathered: whether the rings also assemble the gathered array, for other uses.
       sums_whole: whether the original is an all_reduce of which each device keeps its block; see
         `cost_model.offloaded`.
+      before_bytes: what the ring before it in its program has on chip of such operands, of TPUs; None where
+        there is none before it.
+      before_stays: whether that is read again later, and stays there meanwhile.
 
     Raises:
       ValueError: a count is below 1, bytes are negative, or there is not one piece to each matmul.
@@ -71,13 +74,16 @@ class RingWork:
     apart_bytes: float = 0
     hands_out_gathered: bool = False
     sums_whole: bool = False
+    before_bytes: float | None = None
+    before_stays: bool = False
 
     def __post_init__(self) -> None:
         if self.collective not in ("all_gather", "reduce_scatter"):
             raise ValueError(f"collective must be 'all_gather' or 'reduce_scatter', got {self.collective!r}")
         if self.directions not in (1, 2) or min(self.rings, self.chains, self.columns, self.accumulators) < 1:
             raise ValueError(f"directions are 1 or 2, rings and other counts at least 1, got {self}")
-        if min(self.shard_bytes, self.collective_shard_bytes, self.apart_bytes) < 0:
+        sizes = (self.shard_bytes, self.collective_shard_bytes, self.apart_bytes, self.before_bytes or 0)
+        if min(sizes) < 0:
             raise ValueError(f"bytes must not be negative, got {self}")
         if len(self.piece) != len(self.matmuls):
             raise ValueError(f"every matmul needs its piece, got {self}")

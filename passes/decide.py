@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal
 
 from cost_model import Axis, Estimate, Hardware
 from cost_model.plain_chain import pays
+from passes.before import NOTHING_BEFORE, Before, before_each
 from passes.candidates import candidates
 from passes.chains import AllGatherDot, Chain, Lone, ShardReduction, reductions
 from passes.collective import Collective
@@ -104,6 +105,7 @@ def decide(
     describe: Describe,
     loop_invariant: Set[int] = frozenset(),
     try_out: TryOut | None = None,
+    lasting: Set[int] = frozenset(),
 ) -> tuple[Decision, ...]:
     """Decides each match, in program order.
 
@@ -120,6 +122,7 @@ def decide(
         Unless the policy says otherwise they stay, since a compiler can move them out of the loop, and a ring
         it cannot.
       try_out: for the policies ``verify`` and ``autotune``.
+      lasting: inputs of the jaxpr that the program around it reads again.
     """
     decided: dict[int, Decision] = {}
     proposals: list[tuple[Decision, tuple[Chain, ...]]] = []
@@ -127,13 +130,14 @@ def decide(
     invariance = Invariance(flow)
     beside = _run_beside(flow, matches) if network.first_in_first_out else set()
     alone = sum(not isinstance(match.found, Reason) for match in matches) == 1
+    before = _before(flow, matches, network, lasting)
     for match in matches:
         if isinstance(match.found, Reason):
             decided[match.collective.op] = _without_chain(match.collective, match.found, policy, describe)
         else:
             axis = network.axis(match.collective, alone=alone)
             chains = _remaining(flow, match.found, beside, invariance) or match.found
-            proposals.append((_propose(flow, match.collective, chains, policy, axis), chains))
+            proposals.append((_propose(flow, match.collective, chains, policy, axis, before), chains))
     proposals.sort(key=lambda p: (-benefit_s(p[0]), p[0].collective.op))
     taken: set[int] = set()
     for proposal, chains in proposals:
@@ -143,10 +147,10 @@ def decide(
         else:
             axis = network.axis(proposal.collective, alone=alone)
             if taken.intersection(dots_of(proposal)):
-                proposal = _propose(flow, proposal.collective, remaining, policy, axis)
+                proposal = _propose(flow, proposal.collective, remaining, policy, axis, before)
             invariant = proposal.collective.op in loop_invariant
             if policy in ("verify", "autotune") and not invariant:
-                decision = _tried(flow, proposal, network, try_out)
+                decision = _tried(flow, proposal, network, try_out, before)
             else:
                 hardware = None if axis is None else axis.hardware
                 decision = _judge(proposal, policy, describe, hardware, invariant)
@@ -154,6 +158,13 @@ def decide(
             taken.update(dots_of(decision))
         decided[decision.collective.op] = decision
     return tuple(decided[op] for op in sorted(decided))
+
+
+def _before(
+    flow: Dataflow, matches: Iterable[Match], network: Network, lasting: Set[int]
+) -> Mapping[int, Before]:
+    chains = [match.found[0] for match in matches if not isinstance(match.found, Reason)]
+    return {} if network.hardware is None else before_each(flow, chains, network.hardware, lasting)
 
 
 def _run_beside(flow: Dataflow, matches: Iterable[Match]) -> set[int]:
@@ -194,6 +205,7 @@ def _propose(
     chains: Iterable[Chain],
     policy: Policy,
     axis: Axis | None,
+    before: Mapping[int, Before],
 ) -> Decision:
     """The chain and schedule of the largest predicted benefit, the last of each if the hardware is unknown.
 
@@ -211,7 +223,7 @@ def _propose(
         return Decision(collective, last, None, False, reason)
     priced: list[tuple[Estimate, Ring]] = []
     for chain in chains:
-        price = pricer(flow, chain, axis)
+        price = pricer(flow, chain, axis, before.get(collective.op, NOTHING_BEFORE))
         priced.extend((price(schedule), Ring(chain, schedule)) for schedule in candidates(flow, chain, axis))
     best, ring = max(priced, key=lambda p: p[0].rank)
     return Decision(collective, ring, best, False, reason)
@@ -254,7 +266,13 @@ def _judge(
     return dataclasses.replace(proposal, reason=Reason(code, detail), rewritten=rewritten)
 
 
-def _tried(flow: Dataflow, proposal: Decision, network: Network, try_out: TryOut | None) -> Decision:
+def _tried(
+    flow: Dataflow,
+    proposal: Decision,
+    network: Network,
+    try_out: TryOut | None,
+    before: Mapping[int, Before],
+) -> Decision:
     """Decides by what the compiler makes of the chain's best schedules; by cost model where it cannot."""
     axis = network.axis(proposal.collective)
     assert proposal.ring is not None
@@ -262,7 +280,7 @@ def _tried(flow: Dataflow, proposal: Decision, network: Network, try_out: TryOut
     program = None if try_out is None or axis is None else excerpt(flow, chain, network)
     if try_out is None or axis is None or program is None:
         return _judge(proposal, "auto", _never_asked, network.hardware)
-    price = pricer(flow, chain, axis)
+    price = pricer(flow, chain, axis, before.get(chain.collective.op, NOTHING_BEFORE))
     schedules = sorted(
         candidates(flow, chain, axis, thorough=True), key=lambda schedule: price(schedule).overlapped_s
     )

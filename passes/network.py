@@ -40,9 +40,9 @@ class Network:
 
         Args:
           collective: the collective.
-          alone: whether it is the only one that may become a ring. Else the operands that are to be on chip
-            for the next ring are fetched while this one runs, and each has half of the room. On CPU devices
-            the chains of a program hold each other up (docs/network.md), so that nothing is sure to overlap.
+          alone: whether it is the only one that may become a ring. Else each has half of a cache (of what
+            TPUs have on chip `passes.before` says more). On CPU devices the chains of a program hold
+            each other up (docs/network.md), so that nothing is sure to overlap.
         """
         if self.hardware is None:
             return None
@@ -58,7 +58,7 @@ class Network:
                 hardware = axis.hardware
                 shared = dataclasses.replace(
                     hardware,
-                    on_chip_bytes=hardware.on_chip_bytes / 2,
+                    on_chip_bytes=hardware.on_chip_bytes / (1 if hardware.network == "torus" else 2),
                     least_gain=max(hardware.least_gain, hardware.least_gain_beside),
                     overlaps=hardware.overlaps and not self.first_in_first_out,
                 )

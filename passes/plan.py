@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ from passes import shims
 from passes.collective import Collective
 from passes.decide import Decision, Policy, TryOut, Unit, decide, program_order
 from passes.epilogue import with_epilogues
-from passes.graph import COLLECTIVES, Dataflow, Op, dataflow
+from passes.graph import COLLECTIVES, Dataflow, Op, Operand, dataflow
 from passes.match import match_dataflow
 from passes.network import Network
 from passes.reasons import Code, Reason
@@ -235,6 +235,7 @@ class _Planner:
         *,
         replaceable: bool,
         mapped: _Mapped | None,
+        lasting: frozenset[int] = frozenset(),
     ) -> Plan:
         """The plan of one jaxpr.
 
@@ -245,34 +246,55 @@ class _Planner:
             if it is in no loop.
           replaceable: whether it can be replaced in the program.
           mapped: the shard_map around it; None if there is none on a concrete mesh.
+          lasting: positions of the arguments that the program around it reads again; of a body that is
+            called several times those of the first call, of which there are most.
         """
         key = (id(shims.open_jaxpr(jaxpr)[0]), steady, replaceable, mapped)
         if key not in self.plans:
-            self.plans[key] = self._plan(jaxpr, path, steady, replaceable, mapped)
+            self.plans[key] = self._plan(jaxpr, path, steady, replaceable, mapped, lasting)
         return self.plans[key]
 
     def _plan(
-        self, jaxpr: Any, path: str, steady: frozenset[int] | None, replaceable: bool, mapped: _Mapped | None
+        self,
+        jaxpr: Any,
+        path: str,
+        steady: frozenset[int] | None,
+        replaceable: bool,
+        mapped: _Mapped | None,
+        lasting: frozenset[int],
     ) -> Plan:
         flow = dataflow(jaxpr, differentiable=self.differentiable)
         bodies: dict[int, dict[str, tuple[Plan, ...]]] = {}
         opaque: dict[int, tuple[Plan, ...]] = {}
         same = _steady_values(flow, steady)
+        again = frozenset(flow.inputs[position] for position in lasting)
         for index, op in enumerate(flow.ops):
             if not op.bodies:
                 continue
-            inner = self._bodies(op, path, same, mapped, replaceable=replaceable)
+            read_again = again | {
+                value
+                for value in op.inputs
+                if isinstance(value, int) and any(user > index for user in flow.users[value])
+            }
+            inner = self._bodies(op, path, same, mapped, read_again, replaceable=replaceable)
             if not inner:
                 continue
             if replaceable and op.name in BODIES and all(map(_retraceable, op.bodies)):
                 bodies[index] = inner
             else:
-                inner = self._bodies(op, path, same, mapped, replaceable=False)
+                inner = self._bodies(op, path, same, mapped, read_again, replaceable=False)
                 opaque[index] = tuple(p for plans in inner.values() for p in plans)
-        return self._decided(Plan(flow, path, (), (), bodies, opaque), same, replaceable, mapped)
+        return self._decided(Plan(flow, path, (), (), bodies, opaque), same, replaceable, mapped, again)
 
     def _bodies(
-        self, op: Op, path: str, same: Set[int] | None, mapped: _Mapped | None, *, replaceable: bool
+        self,
+        op: Op,
+        path: str,
+        same: Set[int] | None,
+        mapped: _Mapped | None,
+        again: Set[int],
+        *,
+        replaceable: bool,
     ) -> dict[str, tuple[Plan, ...]]:
         name = f"{path}/{op.name}".lstrip("/")
         if op.name == "shard_map":
@@ -286,6 +308,7 @@ class _Planner:
                     _steady_arguments(op, param, j, same),
                     replaceable=replaceable and op.name in BODIES,
                     mapped=mapped,
+                    lasting=_arguments_read_again(op, param, j, again),
                 )
                 for j in _as_jaxprs(op.params[param])
             )
@@ -305,7 +328,14 @@ class _Planner:
             )
         return self.concerned[key]
 
-    def _decided(self, plan: Plan, same: Set[int] | None, replaceable: bool, mapped: _Mapped | None) -> Plan:
+    def _decided(
+        self,
+        plan: Plan,
+        same: Set[int] | None,
+        replaceable: bool,
+        mapped: _Mapped | None,
+        lasting: Set[int],
+    ) -> Plan:
         flow = plan.flow
         matches = match_dataflow(flow)
         if not matches:
@@ -321,7 +351,14 @@ class _Planner:
             if same is not None and all(o in same for o in flow.ops[match.collective.op].inputs)
         }
         decisions = decide(
-            flow, matches, self.policy, network, lambda d: describe(plan, d), repeated, self.try_out
+            flow,
+            matches,
+            self.policy,
+            network,
+            lambda d: describe(plan, d),
+            repeated,
+            self.try_out,
+            lasting,
         )
         return dataclasses.replace(plan, network=network).decided(decisions)
 
@@ -354,9 +391,19 @@ def _steady_arguments(op: Op, param: str, body: Any, same: Set[int] | None) -> f
         return frozenset(range(shims.loop_constants(op.eqn, param)))
     if same is None:
         return None
-    # The first operand of a conditional chooses the branch; else operands and arguments correspond.
-    inputs = op.inputs[len(op.inputs) - len(shims.open_jaxpr(body)[0].invars) :]
-    return frozenset(i for i, o in enumerate(inputs) if not isinstance(o, int) or o in same)
+    return frozenset(i for i, o in enumerate(_operands(op, body)) if not isinstance(o, int) or o in same)
+
+
+def _arguments_read_again(op: Op, param: str, body: Any, again: Set[int]) -> frozenset[int]:
+    """The positions of a body's arguments that are read again: later, or in the next iteration of a loop."""
+    if op.name in ("scan", "while"):
+        return frozenset(range(shims.loop_constants(op.eqn, param)))
+    return frozenset(i for i, operand in enumerate(_operands(op, body)) if operand in again)
+
+
+def _operands(op: Op, body: Any) -> Sequence[Operand]:
+    """What a call gives its body: all operands but that of a conditional which chooses the branch."""
+    return op.inputs[len(op.inputs) - len(shims.open_jaxpr(body)[0].invars) :]
 
 
 def _as_jaxprs(param: Any) -> Iterator[Any]:

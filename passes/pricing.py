@@ -16,6 +16,7 @@ from cost_model.matmul import matmul_s
 from cost_model.offloaded import offloaded_estimate, sums_whole
 from cost_model.pipeline import gather_after, pipeline_estimate
 from cost_model.ring_copies import between_tiles_bytes
+from passes.before import NOTHING_BEFORE, Before
 from passes.block_eval import accumulator_dtype, cut_once
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
 from passes.dots import matmul
@@ -32,21 +33,21 @@ _ANY: Final = RingSchedule(directions=1)
 """A schedule to ask for the times of a chain as it stands, which are the same for all."""
 
 
-def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
+def pricer(flow: Dataflow, chain: Chain, axis: Axis, before: Before = NOTHING_BEFORE) -> Pricer:
     """Predicts, per schedule, the times of the chain as written and as a ring. Sizes are worked out once."""
     axis_size = chain.collective.axis_size
     op = flow.ops[chain.collective.op]
     if isinstance(chain, DotPsum):
-        before = pricer(flow, chain.scatter, axis)
+        scatter = pricer(flow, chain.scatter, axis, before)
         if chain.gather is not None:
-            after = pricer(flow, chain.gather, axis)
-            return lambda schedule: before(schedule) + after(gather_schedule(schedule))
+            after = pricer(flow, chain.gather, axis, before)
+            return lambda schedule: scatter(schedule) + after(gather_schedule(schedule))
         total = flow.avals[op.outputs[0]]
         width = total.dtype.itemsize
         total_bytes = total.size * width
         gather = gather_after(total_bytes, width, axis)
-        work_of_scatter = scatter_work(flow, chain.scatter, axis)
-        psum_as_written = functools.cache(lambda: before(_ANY) + gather)
+        work_of_scatter = scatter_work(flow, chain.scatter, axis, before)
+        psum_as_written = functools.cache(lambda: scatter(_ANY) + gather)
 
         def psum(schedule: RingSchedule) -> Estimate:
             if schedule.route == "all_reduce":
@@ -54,7 +55,7 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
                     return _offloaded(flow, chain, schedule, axis, psum_as_written())
                 return _in_turn(flow, chain, schedule, axis)
             if schedule.columns == 1:
-                return before(schedule) + gather
+                return scatter(schedule) + gather
             work = work_of_scatter(schedule)
             return pipeline_estimate(work, total_bytes, width, axis, across=schedule.across)
 
@@ -69,7 +70,7 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:
         )
         return lambda schedule: exchange
     works = gather_work if isinstance(chain, AllGatherDot) else scatter_work
-    work_of: WorkOf = works(flow, chain, axis)  # type: ignore[arg-type]
+    work_of: WorkOf = works(flow, chain, axis, before)  # type: ignore[arg-type]
     as_written = functools.cache(lambda: estimate(work_of(_ANY), axis))
     added_s = 0.0
     for reduction in chain.reductions if isinstance(chain, AllGatherDot) else ():
@@ -156,7 +157,7 @@ def _offloaded(
 WorkOf = Callable[[RingSchedule], RingWork]
 
 
-def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis) -> WorkOf:
+def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis, before: Before = NOTHING_BEFORE) -> WorkOf:
     """The bytes and matmuls of a gather ring, per device and schedule."""
     axis_size = chain.collective.axis_size
     gathered = flow.avals[flow.ops[chain.collective.op].outputs[0]]
@@ -198,6 +199,8 @@ def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis) -> WorkOf:
             accumulator="float32" if accumulator is None else accumulator.name,
             accumulators=strips,
             hands_out_gathered=bool(chain.handed_out),
+            before_bytes=before.on_chip_bytes,
+            before_stays=before.stays,
         )
 
     return work
@@ -208,7 +211,9 @@ def _as_gathered(flow: Dataflow, chain: AllGatherDot, total_bytes: int, *, round
     return total_bytes // 2 if not rounded and may_round(flow, chain) else total_bytes
 
 
-def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
+def scatter_work(
+    flow: Dataflow, chain: DotReduceScatter, axis: Axis, before: Before = NOTHING_BEFORE
+) -> WorkOf:
     """The bytes and matmuls of a scatter ring, per device and schedule."""
     axis_size = chain.collective.axis_size
     scattered = flow.aval(flow.ops[chain.collective.op].inputs[0])
@@ -267,6 +272,8 @@ def scatter_work(flow: Dataflow, chain: DotReduceScatter, axis: Axis) -> WorkOf:
             fused=fused,
             apart_bytes=copied if fused else copied + 3 * wide_bytes / columns,
             sums_whole=scatters and sums_whole(narrow.name, axis),
+            before_bytes=before.on_chip_bytes,
+            before_stays=before.stays,
         )
 
     return work

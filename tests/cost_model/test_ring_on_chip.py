@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from cost_model import Axis, Hardware, Matmul, RingWork, by_name, estimate
+from cost_model.matmul import matmul_s
 from cost_model.ring_on_chip import on_chip, sum_near, sums_stay
 
 ROOM: Hardware = dataclasses.replace(
@@ -219,3 +220,32 @@ def test_sums_that_do_not_stay_may_be_fetched_beside_the_dots_of_others() -> Non
     assert sum_near(gather(), 1e3, far) == (False, False)
     assert sum_near(two, 3e6, dataclasses.replace(far, fetches_sums=False)) == (False, False)
     assert sum_near(two, 0.5e6, ROOM) == (True, True)
+
+
+def held_after(before_bytes: float | None, *, rows: int = 500, stays: bool = False) -> tuple[float, float]:
+    """What is held of w beside a scatter's dots, and awaited, after a ring that holds so much on chip."""
+    piece = Matmul(m=rows, k=1000, n=2000)
+    work = scatter(before_bytes=before_bytes, before_stays=stays)
+    # x, from which the blocks are cut, is not to come first.
+    work = dataclasses.replace(work, piece=(piece,), cut="apart")
+    found = on_chip(work, 4, dataclasses.replace(ROOM, on_chip_bytes=6e6))
+    return found.held_bytes, found.awaited_bytes
+
+
+def test_what_fits_beside_what_the_ring_before_holds_is_not_awaited() -> None:
+    assert held_after(None) == (W_BYTES, W_BYTES)
+    assert held_after(0.0) == (W_BYTES, 0.0)
+    assert held_after(6e6 - W_BYTES) == (W_BYTES, 0.0)
+
+
+def test_what_does_not_is_fetched_beside_the_dots_of_a_step_if_they_take_as_long() -> None:
+    step_s = 2 * matmul_s(Matmul(m=500, k=1000, n=2000), ROOM, lhs_on_chip=True, rhs_on_chip=True)
+    assert step_s > W_BYTES / ROOM.hbm_bytes_per_s
+    assert held_after(6e6) == (W_BYTES, W_BYTES)
+    assert held_after(6e6, rows=10) == (0.0, 0.0)
+    assert held_after(6e6 - W_BYTES, rows=10) == (W_BYTES, 0.0)
+
+
+def test_nothing_takes_the_place_of_what_stays_for_a_backward_pass() -> None:
+    assert held_after(6e6, stays=True) == (0.0, 0.0)
+    assert held_after(6e6 - W_BYTES, stays=True) == (W_BYTES, 0.0)

@@ -156,16 +156,18 @@ def test_groups_of_an_axis_have_orders_of_their_own() -> None:
     assert halves.step_s(9e7, 2) > whole.step_s(9e7, 2)
 
 
-@pytest.mark.parametrize(("name", "overlaps"), [("tpu_v5p", True), ("cpu", False)])
-def test_beside_others_a_chain_has_half_the_room_and_on_cpu_counts_on_no_overlap(
-    name: str, overlaps: bool
+@pytest.mark.parametrize(
+    ("name", "overlaps", "part"), [("tpu_v5p", True, 1), ("h100", True, 0.5), ("cpu", False, 0.5)]
+)
+def test_beside_others_a_chain_has_half_of_a_cache_and_on_cpu_counts_on_no_overlap(
+    name: str, overlaps: bool, part: float
 ) -> None:
     hardware = dataclasses.replace(by_name(name), overlaps=True)
     network = Network(hardware, virtual(x=4))
     alone, beside = (network.axis(collective("x", size=4), alone=alone) for alone in (True, False))
     assert alone is not None and beside is not None
     assert alone.hardware == hardware
-    assert beside.hardware.on_chip_bytes == hardware.on_chip_bytes / 2
+    assert beside.hardware.on_chip_bytes == part * hardware.on_chip_bytes
     assert beside.hardware.overlaps is overlaps
     assert beside.hardware.least_gain == max(hardware.least_gain, hardware.least_gain_beside)
 
