@@ -133,9 +133,9 @@ def _cut_first_bytes(work: RingWork, axis_size: int, shared: list[Side | None], 
     """Bytes of what the first matmul's dots read their blocks of, where that is held before all else.
 
     TPU compilers fetch one operand before a program begins: the largest that fits, not the one that is read
-    most often.
+    most often. After another ring there is no such operand.
     """
-    if not work.pairs or work.cut != "dot" or hardware.network != "torus":
+    if not work.pairs or work.cut != "dot" or hardware.network != "torus" or work.before_bytes is not None:
         return 0.0
     if work.collective == "all_gather" and not hardware.cuts_on_chip:
         return 0.0

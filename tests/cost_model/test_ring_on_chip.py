@@ -222,6 +222,12 @@ def test_sums_that_do_not_stay_may_be_fetched_beside_the_dots_of_others() -> Non
     assert sum_near(two, 0.5e6, ROOM) == (True, True)
 
 
+def test_after_another_ring_no_operand_is_fetched_before_all_else() -> None:
+    first, later = (placed(scatter(before_bytes=before), ROOM) for before in (None, 0.0))
+    assert first == ((True, False), X_BYTES)
+    assert later == ((False, True), W_BYTES)
+
+
 def held_after(before_bytes: float | None, *, rows: int = 500, stays: bool = False) -> tuple[float, float]:
     """What is held of w beside a scatter's dots, and awaited, after a ring that holds so much on chip."""
     piece = Matmul(m=rows, k=1000, n=2000)
