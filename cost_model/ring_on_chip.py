@@ -13,7 +13,7 @@ from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
 from cost_model.on_chip import OTHER, SIDES, Side, beside_bytes, side_bytes
-from cost_model.ring_work import RingWork, cut_side, sent_side
+from cost_model.ring_work import NOTHING_BEFORE, RingWork, cut_side, sent_side
 
 FETCHED_SUM: Final = 1 / 3
 """Share of the room on chip that a partial sum may take to be fetched beside the dots of another."""
@@ -88,7 +88,7 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
 
 def _fits_beside(work: RingWork, held_bytes: float, hardware: Hardware) -> bool:
     """Whether what is held is fetched while another ring runs, beside what that one holds."""
-    before_bytes = work.before_bytes
+    before_bytes = work.before.on_chip_bytes
     return before_bytes is not None and before_bytes + held_bytes <= hardware.on_chip_bytes
 
 
@@ -99,9 +99,9 @@ def _arrives_in_time(work: RingWork, held_bytes: float, hardware: Hardware) -> b
     of a step take as long: rings of MLPs (v5e, v6e) were else priced 6 to 30 % too fast. What is read again
     in a backward pass stays, and leaves no room (14 to 32 %).
     """
-    if work.before_bytes is None or _fits_beside(work, held_bytes, hardware):
+    if work.before == NOTHING_BEFORE or _fits_beside(work, held_bytes, hardware):
         return True
-    if work.before_stays:
+    if work.before.stays:
         return False
     pieces = (matmul_s(piece, hardware, lhs_on_chip=True, rhs_on_chip=True) for piece in work.piece)
     return held_bytes / hardware.hbm_bytes_per_s <= work.dots * sum(pieces)
@@ -135,7 +135,7 @@ def _cut_first_bytes(work: RingWork, axis_size: int, shared: list[Side | None], 
     TPU compilers fetch one operand before a program begins: the largest that fits, not the one that is read
     most often. After another ring there is no such operand.
     """
-    if not work.pairs or work.cut != "dot" or hardware.network != "torus" or work.before_bytes is not None:
+    if not work.pairs or work.cut != "dot" or hardware.network != "torus" or work.before != NOTHING_BEFORE:
         return 0.0
     if work.collective == "all_gather" and not hardware.cuts_on_chip:
         return 0.0

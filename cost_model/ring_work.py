@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from cost_model.axis import Directions
 from cost_model.dtypes import dtype_bytes
@@ -14,6 +14,22 @@ from cost_model.tile import LEAST_WINDOW_ROWS, tile_rows
 Cut = Literal["dot", "apart", "early"]
 """How blocks of an operand are cut out of the whole: by the dot that reads them, or copied right before it,
 or before the hop that the dot hides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What the ring before another in a program has on chip, of TPUs.
+
+    Attributes:
+      on_chip_bytes: of operands that all its dots share; None where there is no ring before.
+      stays: whether they are read again later, and stay there meanwhile.
+    """
+
+    on_chip_bytes: float | None = None
+    stays: bool = False
+
+
+NOTHING_BEFORE: Final = Before()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +62,7 @@ class RingWork:
       hands_out_gathered: whether the rings also assemble the gathered array, for other uses.
       sums_whole: whether the original is an all_reduce of which each device keeps its block; see
         `cost_model.offloaded`.
-      before_bytes: what the ring before it in its program has on chip of such operands, of TPUs; None where
-        there is none before it.
-      before_stays: whether that is read again later, and stays there meanwhile.
+      before: what the ring before it in its program has on chip.
 
     Raises:
       ValueError: a count is below 1, bytes are negative, or there is not one piece to each matmul.
@@ -74,16 +88,15 @@ class RingWork:
     apart_bytes: float = 0
     hands_out_gathered: bool = False
     sums_whole: bool = False
-    before_bytes: float | None = None
-    before_stays: bool = False
+    before: Before = NOTHING_BEFORE
 
     def __post_init__(self) -> None:
         if self.collective not in ("all_gather", "reduce_scatter"):
             raise ValueError(f"collective must be 'all_gather' or 'reduce_scatter', got {self.collective!r}")
         if self.directions not in (1, 2) or min(self.rings, self.chains, self.columns, self.accumulators) < 1:
             raise ValueError(f"directions are 1 or 2, rings and other counts at least 1, got {self}")
-        sizes = (self.shard_bytes, self.collective_shard_bytes, self.apart_bytes, self.before_bytes or 0)
-        if min(sizes) < 0:
+        before_bytes = self.before.on_chip_bytes or 0
+        if min(self.shard_bytes, self.collective_shard_bytes, self.apart_bytes, before_bytes) < 0:
             raise ValueError(f"bytes must not be negative, got {self}")
         if len(self.piece) != len(self.matmuls):
             raise ValueError(f"every matmul needs its piece, got {self}")

@@ -6,29 +6,12 @@ An operand that all dots of a ring share, its weights, is fetched while the ring
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Set
-from typing import Final
 
 from cost_model import Hardware
+from cost_model.ring_work import NOTHING_BEFORE, Before
 from passes.chains import Chain, DotPsum
 from passes.graph import Dataflow
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Before:
-    """What the ring before another in a program has on chip.
-
-    Attributes:
-      on_chip_bytes: of operands that all its dots share; None where there is no ring before.
-      stays: whether they are read again later.
-    """
-
-    on_chip_bytes: float | None = None
-    stays: bool = False
-
-
-NOTHING_BEFORE: Final = Before()
 
 
 def before_each(
@@ -50,9 +33,9 @@ def before_each(
         found[chain.collective.op] = before
         last = max(dot.op for dot in chain.dots)
         held_bytes, stays = 0, False
-        for operand in sorted(_shared(flow, chain), key=lambda value: _bytes(flow, value)):
-            if held_bytes + _bytes(flow, operand) <= hardware.on_chip_bytes:
-                held_bytes += _bytes(flow, operand)
+        for operand in sorted(_shared(flow, chain), key=flow.bytes_of):
+            if held_bytes + flow.bytes_of(operand) <= hardware.on_chip_bytes:
+                held_bytes += flow.bytes_of(operand)
                 stays = stays or operand in lasting or any(user > last for user in flow.users[operand])
         before = Before(held_bytes, stays)
     return found
@@ -68,8 +51,3 @@ def _shared(flow: Dataflow, chain: Chain) -> set[int]:
         for operand, dim in zip(flow.ops[dot.op].inputs, dot.dims.operand_dims, strict=True)
         if dim is None and isinstance(operand, int)
     }
-
-
-def _bytes(flow: Dataflow, value: int) -> int:
-    aval = flow.avals[value]
-    return int(aval.size * aval.dtype.itemsize)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal
 
 from cost_model import Axis, Estimate, Hardware
 from cost_model.plain_chain import pays
-from passes.before import NOTHING_BEFORE, Before, before_each
+from cost_model.ring_work import NOTHING_BEFORE, Before
+from passes.before import before_each
 from passes.candidates import candidates
 from passes.chains import AllGatherDot, Chain, Lone, ShardReduction, reductions
 from passes.collective import Collective
@@ -128,9 +129,10 @@ def decide(
     proposals: list[tuple[Decision, tuple[Chain, ...]]] = []
     matches = tuple(matches)
     invariance = Invariance(flow)
-    beside = _run_beside(flow, matches) if network.first_in_first_out else set()
-    alone = sum(not isinstance(match.found, Reason) for match in matches) == 1
-    before = _before(flow, matches, network, lasting)
+    firsts = [match.found[0] for match in matches if not isinstance(match.found, Reason)]
+    beside = _run_beside(flow, firsts) if network.first_in_first_out else set()
+    alone = len(firsts) == 1
+    before = {} if network.hardware is None else before_each(flow, firsts, network.hardware, lasting)
     for match in matches:
         if isinstance(match.found, Reason):
             decided[match.collective.op] = _without_chain(match.collective, match.found, policy, describe)
@@ -160,17 +162,9 @@ def decide(
     return tuple(decided[op] for op in sorted(decided))
 
 
-def _before(
-    flow: Dataflow, matches: Iterable[Match], network: Network, lasting: Set[int]
-) -> Mapping[int, Before]:
-    chains = [match.found[0] for match in matches if not isinstance(match.found, Reason)]
-    return {} if network.hardware is None else before_each(flow, chains, network.hardware, lasting)
-
-
-def _run_beside(flow: Dataflow, matches: Iterable[Match]) -> set[int]:
+def _run_beside(flow: Dataflow, chains: Iterable[Chain]) -> set[int]:
     """The weights' gradients that may be left out of rings, to run beside the collective of another chain."""
-    found = [match.found[0] for match in matches if not isinstance(match.found, Reason)]
-    return set(held_back(flow, found, weight_gradients(flow)))
+    return set(held_back(flow, chains, weight_gradients(flow)))
 
 
 def _without_chain(collective: Collective, reason: Reason, policy: Policy, describe: Describe) -> Decision:

@@ -146,22 +146,17 @@ def _fewest_bytes(flow: Dataflow, made: Iterable[int], blocks: list[BlockOp]) ->
     None of them where each adds to what has to be written, as when all that it reads is needed elsewhere too.
     """
     left = {value: len(flow.users[value]) for value in made}
-    total = fewest = sum(_bytes(flow, value) for value, users in left.items() if users)
+    total = fewest = sum(flow.bytes_of(value) for value, users in left.items() if users)
     best = 0
     for number, block in enumerate(blocks, 1):
         op = flow.ops[block.op]
         for value in op.inputs:
             if isinstance(value, int) and value in left:
                 left[value] -= 1
-                total -= 0 if left[value] else _bytes(flow, value)
+                total -= 0 if left[value] else flow.bytes_of(value)
         for value in op.outputs:
             left[value] = len(flow.users[value])
-            total += _bytes(flow, value) if left[value] else 0
+            total += flow.bytes_of(value) if left[value] else 0
         if total <= fewest:
             best, fewest = number, total
     return blocks[:best]
-
-
-def _bytes(flow: Dataflow, value: int) -> int:
-    aval = flow.avals[value]
-    return int(aval.size * aval.dtype.itemsize)

@@ -298,12 +298,7 @@ def _cut(
             break
         path.append(block)
         value = op.outputs[0]
-        if _bytes(flow, value) <= _bytes(flow, wire):
+        if flow.bytes_of(value) <= flow.bytes_of(wire):
             wire, length = value, len(path)
     before = tuple(path[:length])
     return before, wire, tuple(block for block in ops if block not in before)
-
-
-def _bytes(flow: Dataflow, value: int) -> int:
-    aval = flow.avals[value]
-    return int(aval.size * aval.dtype.itemsize)

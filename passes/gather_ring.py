@@ -125,10 +125,12 @@ class _Ring:
         for step in range(done, hops):
             at_hand, results = self._step(step, at_hand, results)
         results = self._take_in(hops, at_hand, results)
-        if self.chain.handed_out and not self.late:
+        if self.late:
+            return self.late.results(at_hand)
+        if self.chain.handed_out:
             # Else what came last would be placed, and stay where it arrived, when the whole is first read.
             results = dict(zip(results, tie(*results.values()), strict=True))
-        return self.late.results(at_hand) if self.late else results
+        return results
 
     def pieces_of(self, wire: Any) -> list[Any]:
         """What of this device's shard travels on each way."""

@@ -110,6 +110,11 @@ class Dataflow:
     constants: Mapping[int, Any]
     differentiable: bool = False
 
+    def bytes_of(self, value: int) -> int:
+        """Bytes of a value, as a whole."""
+        aval = self.avals[value]
+        return int(aval.size * aval.dtype.itemsize)
+
     @cached_property
     def producer(self) -> Mapping[int, int]:
         """The operation that makes each value; arguments and constants have none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,7 @@ from passes import shims
 from passes.collective import Collective
 from passes.decide import Decision, Policy, TryOut, Unit, decide, program_order
 from passes.epilogue import with_epilogues
-from passes.graph import COLLECTIVES, Dataflow, Op, Operand, dataflow
+from passes.graph import COLLECTIVES, Dataflow, Op, dataflow
 from passes.match import match_dataflow
 from passes.network import Network
 from passes.reasons import Code, Reason
@@ -38,6 +38,8 @@ BODIES: Mapping[str, tuple[str, ...]] = {
     "custom_vjp_call": ("call_jaxpr",),
 }
 """Primitives whose bodies can be replaced, and the parameters that hold them."""
+
+_LOOPS = ("scan", "while")
 
 _CONCERN = COLLECTIVES | {"shard_map"}
 
@@ -250,26 +252,15 @@ class _Planner:
             called several times those of the first call, of which there are most.
         """
         key = (id(shims.open_jaxpr(jaxpr)[0]), steady, replaceable, mapped)
-        if key not in self.plans:
-            self.plans[key] = self._plan(jaxpr, path, steady, replaceable, mapped, lasting)
-        return self.plans[key]
-
-    def _plan(
-        self,
-        jaxpr: Any,
-        path: str,
-        steady: frozenset[int] | None,
-        replaceable: bool,
-        mapped: _Mapped | None,
-        lasting: frozenset[int],
-    ) -> Plan:
+        if key in self.plans:
+            return self.plans[key]
         flow = dataflow(jaxpr, differentiable=self.differentiable)
         bodies: dict[int, dict[str, tuple[Plan, ...]]] = {}
         opaque: dict[int, tuple[Plan, ...]] = {}
         same = _steady_values(flow, steady)
         again = frozenset(flow.inputs[position] for position in lasting)
         for index, op in enumerate(flow.ops):
-            if not op.bodies:
+            if not any(map(self._concerns, op.bodies)):
                 continue
             read_again = again | {
                 value
@@ -284,7 +275,9 @@ class _Planner:
             else:
                 inner = self._bodies(op, path, same, mapped, read_again, replaceable=False)
                 opaque[index] = tuple(p for plans in inner.values() for p in plans)
-        return self._decided(Plan(flow, path, (), (), bodies, opaque), same, replaceable, mapped, again)
+        undecided = Plan(flow, path, (), (), bodies, opaque)
+        self.plans[key] = self._decided(undecided, same, replaceable, mapped, again)
+        return self.plans[key]
 
     def _bodies(
         self,
@@ -308,7 +301,7 @@ class _Planner:
                     _steady_arguments(op, param, j, same),
                     replaceable=replaceable and op.name in BODIES,
                     mapped=mapped,
-                    lasting=_arguments_read_again(op, param, j, again),
+                    lasting=_arguments(op, param, j, again),
                 )
                 for j in _as_jaxprs(op.params[param])
             )
@@ -387,23 +380,19 @@ def _steady_values(flow: Dataflow, steady: frozenset[int] | None) -> Set[int] | 
 
 def _steady_arguments(op: Op, param: str, body: Any, same: Set[int] | None) -> frozenset[int] | None:
     """The positions of a body's arguments that are the same in every iteration of a loop."""
-    if op.name in ("scan", "while"):
+    return None if same is None and op.name not in _LOOPS else _arguments(op, param, body, same or set())
+
+
+def _arguments(op: Op, param: str, body: Any, values: Set[int]) -> frozenset[int]:
+    """The positions of a body's arguments that are literals or among these values; of a loop its constants.
+
+    The constants of a loop are the same in every iteration, and read again in each.
+    """
+    if op.name in _LOOPS:
         return frozenset(range(shims.loop_constants(op.eqn, param)))
-    if same is None:
-        return None
-    return frozenset(i for i, o in enumerate(_operands(op, body)) if not isinstance(o, int) or o in same)
-
-
-def _arguments_read_again(op: Op, param: str, body: Any, again: Set[int]) -> frozenset[int]:
-    """The positions of a body's arguments that are read again: later, or in the next iteration of a loop."""
-    if op.name in ("scan", "while"):
-        return frozenset(range(shims.loop_constants(op.eqn, param)))
-    return frozenset(i for i, operand in enumerate(_operands(op, body)) if operand in again)
-
-
-def _operands(op: Op, body: Any) -> Sequence[Operand]:
-    """What a call gives its body: all operands but that of a conditional which chooses the branch."""
-    return op.inputs[len(op.inputs) - len(shims.open_jaxpr(body)[0].invars) :]
+    # The first operand of a conditional chooses the branch; else operands and arguments correspond.
+    inputs = op.inputs[len(op.inputs) - len(shims.open_jaxpr(body)[0].invars) :]
+    return frozenset(i for i, o in enumerate(inputs) if not isinstance(o, int) or o in values)
 
 
 def _as_jaxprs(param: Any) -> Iterator[Any]:

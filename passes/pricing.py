@@ -16,7 +16,7 @@ from cost_model.matmul import matmul_s
 from cost_model.offloaded import offloaded_estimate, sums_whole
 from cost_model.pipeline import gather_after, pipeline_estimate
 from cost_model.ring_copies import between_tiles_bytes
-from passes.before import NOTHING_BEFORE, Before
+from cost_model.ring_work import NOTHING_BEFORE, Before
 from passes.block_eval import accumulator_dtype, cut_once
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
 from passes.dots import matmul
@@ -199,8 +199,7 @@ def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis, before: Before 
             accumulator="float32" if accumulator is None else accumulator.name,
             accumulators=strips,
             hands_out_gathered=bool(chain.handed_out),
-            before_bytes=before.on_chip_bytes,
-            before_stays=before.stays,
+            before=before,
         )
 
     return work
@@ -272,8 +271,7 @@ def scatter_work(
             fused=fused,
             apart_bytes=copied if fused else copied + 3 * wide_bytes / columns,
             sums_whole=scatters and sums_whole(narrow.name, axis),
-            before_bytes=before.on_chip_bytes,
-            before_stays=before.stays,
+            before=before,
         )
 
     return work

@@ -8,6 +8,7 @@ import pytest
 from cost_model import Axis, Hardware, Matmul, RingWork, by_name, estimate
 from cost_model.matmul import matmul_s
 from cost_model.ring_on_chip import on_chip, sum_near, sums_stay
+from cost_model.ring_work import Before
 
 ROOM: Hardware = dataclasses.replace(
     by_name("tpu_v5e"), on_chip_bytes=10e6, accumulator_on_chip_bytes=1e6, results_on_chip=0.9
@@ -223,7 +224,7 @@ def test_sums_that_do_not_stay_may_be_fetched_beside_the_dots_of_others() -> Non
 
 
 def test_after_another_ring_no_operand_is_fetched_before_all_else() -> None:
-    first, later = (placed(scatter(before_bytes=before), ROOM) for before in (None, 0.0))
+    first, later = (placed(scatter(before=Before(size)), ROOM) for size in (None, 0.0))
     assert first == ((True, False), X_BYTES)
     assert later == ((False, True), W_BYTES)
 
@@ -231,7 +232,7 @@ def test_after_another_ring_no_operand_is_fetched_before_all_else() -> None:
 def held_after(before_bytes: float | None, *, rows: int = 500, stays: bool = False) -> tuple[float, float]:
     """What is held of w beside a scatter's dots, and awaited, after a ring that holds so much on chip."""
     piece = Matmul(m=rows, k=1000, n=2000)
-    work = scatter(before_bytes=before_bytes, before_stays=stays)
+    work = scatter(before=Before(before_bytes, stays))
     # x, from which the blocks are cut, is not to come first.
     work = dataclasses.replace(work, piece=(piece,), cut="apart")
     found = on_chip(work, 4, dataclasses.replace(ROOM, on_chip_bytes=6e6))

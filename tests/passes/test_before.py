@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import passes.decide
 from cost_model import by_name
+from cost_model.ring_work import Before
 from overlap import overlap_collectives
-from passes.before import Before, before_each
+from passes.before import before_each
 from tests.passes import bodies, spmd
 
 ROWS, WIDTH, HIDDEN = 16, 24, 40

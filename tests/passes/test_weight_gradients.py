@@ -108,7 +108,7 @@ def test_they_are_held_back_beside_a_scatter_that_they_do_not_need() -> None:
     assert not held_back(flow, gathers, weight_gradients(flow))
 
 
-def test_what_needs_the_scatter_s_result_is_not() -> None:
+def test_what_needs_the_last_scatter_s_result_is_neither_held_back_nor_run_before_one() -> None:
     def body(x: Any, w: Any) -> Any:
         y = lax.psum_scatter(x @ w, "x", scatter_dimension=0, tiled=True)
         return y.T @ y
@@ -118,6 +118,7 @@ def test_what_needs_the_scatter_s_result_is_not() -> None:
     assert isinstance(match.found, tuple)
     assert len(weight_gradients(flow)) == 1
     assert not held_back(flow, match.found, weight_gradients(flow))
+    assert not run_first(flow, match.found, weight_gradients(flow))
 
 
 def test_they_run_before_the_next_scatter_in_their_final_form() -> None:
@@ -148,17 +149,6 @@ def test_of_several_scatters_they_run_before_the_one_after_what_they_need() -> N
     wanted = [sums[number - 1].collective for number in results]
     assert sorted(results) == [1, 2, 3]
     assert list(first.values()) == wanted
-
-
-def test_what_needs_the_last_scatter_runs_before_none() -> None:
-    def body(x: Any, w: Any) -> Any:
-        y = lax.psum_scatter(x @ w, "x", scatter_dimension=0, tiled=True)
-        return y.T @ y
-
-    shards = [jax.ShapeDtypeStruct((4, 8), "float32"), jax.ShapeDtypeStruct((8, 2), "float32")]
-    flow, (match,) = bodies.matched(body, *shards, axis_size=2, check_vma=False)
-    assert isinstance(match.found, tuple)
-    assert not run_first(flow, match.found, weight_gradients(flow))
 
 
 def decorated(devices: int, hardware: Hardware) -> Any:
