@@ -16,10 +16,12 @@ later ones (NVIDIA). Its latency of 10 µs, and all of the CPU's, are round figu
 
 GPU rates: NVIDIA's data sheets for the SXM boards, dense (their sparse figures halved); float32 is TF32,
 JAX's default. On-chip memory is the L2 cache. A link is one NVLink, a GPU's links all lead to the switch.
-Efficiency is what large cuBLAS matmuls commonly reach under the power limit, overhead a kernel launch with
-its ramp, and the hop's latency that of a NCCL send and receive kernel. These three are rounded experience,
-not data-sheet figures. XLA:GPU keeps one collective in flight by default, so opposite hops do not overlap.
-PCIe and NVL boards have no such switch and are left unknown.
+Efficiency, the overhead of a matmul (a kernel's launch with its ramp) and of other kernels, and that matmuls
+are cuBLAS's alone, were measured on one H100, as was the bandwidth of its main memory (`bench.gpu_steps`,
+`bench.gpu_matmuls`); that of an H200 is what a copy reached there. Of the others efficiency is rounded
+experience, and so is the hop's latency, that of a NCCL send and receive kernel. XLA:GPU keeps one collective
+in flight by default, so opposite hops do not overlap. PCIe and NVL boards have no such switch and are left
+unknown.
 
 On a full pod of v5e, 16x16 chips, the TPU compiler starts no permute ahead, neither ours nor those of XLA's
 own windowed einsum (libtpu of jax 0.12; on 8x16 chips, and on pods of the others, it does).
@@ -55,9 +57,11 @@ def _gpu(
         hop_latency_s=8e-6,
         network="switch",
         matmul_efficiency=matmul_efficiency,
-        matmul_overhead_s=4e-6,
+        matmul_overhead_s=6e-6,
         matmul_tile=(64, 16, 64),
         on_chip_bytes=on_chip_bytes,
+        lone_matmuls=True,
+        copy_overhead_s=2e-6,
         opposite_hops_overlap=False,
         dcn_bytes_per_s=dcn_bytes_per_s,
         dcn_latency_s=1e-5,
@@ -228,10 +232,10 @@ _CHIPS = (
         "h100",
         ("NVIDIA H100 80GB HBM3",),
         _HOPPER_FLOPS,
-        hbm_bytes_per_s=3.35e12,
+        hbm_bytes_per_s=3.0e12,
         link_bytes_per_s=2.5e10,
         links_per_axis=18,
-        matmul_efficiency=0.75,
+        matmul_efficiency=0.8,
         on_chip_bytes=25e6,
         dcn_bytes_per_s=5e10,
     ),
@@ -239,10 +243,10 @@ _CHIPS = (
         "h200",
         ("NVIDIA H200",),
         _HOPPER_FLOPS,
-        hbm_bytes_per_s=4.8e12,
+        hbm_bytes_per_s=4.3e12,
         link_bytes_per_s=2.5e10,
         links_per_axis=18,
-        matmul_efficiency=0.75,
+        matmul_efficiency=0.8,
         on_chip_bytes=25e6,
         dcn_bytes_per_s=5e10,
     ),

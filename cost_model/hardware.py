@@ -53,6 +53,8 @@ class Hardware:
       between_tiles: how many times as long a scatter's dots take that cut parts of both operands out, of one
         few rows that begin within a tile.
       fuses_additions: whether adding to a partial sum is part of the matmul that makes the addend.
+      lone_matmuls: whether matmuls are kernels of a library, which do nothing else: others put their results
+        into place, and add them up.
       copy_overhead_s: fixed cost of every copy that a ring makes beside its matmuls.
       joining: how many times as long as elsewhere it takes to join pieces, and to take results apart again.
       slicing: how many times as long as reading and writing it takes to cut a shard into what is sent.
@@ -102,6 +104,7 @@ class Hardware:
     cuts_on_chip: bool = True
     between_tiles: float = 1.0
     fuses_additions: bool = False
+    lone_matmuls: bool = False
     copy_overhead_s: float = 0.0
     joining: float = 1.0
     slicing: float = 1.0

@@ -18,7 +18,7 @@ from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import matmul_s
 from cost_model.on_chip import side_bytes, wholes_s
-from cost_model.ring_copies import copies_s, cutting_s, entering_s
+from cost_model.ring_copies import adding_s, copies_s, cutting_s, entering_s
 from cost_model.ring_on_chip import OnChip, on_chip, sum_near, sums_stay
 from cost_model.ring_work import RingWork, cut_side, few_rows_between_tiles, sent_side
 from cost_model.tile import placed_slowness
@@ -97,7 +97,8 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
     cutting a shard, or blocks out of an operand before its dots, take as long as `cost_model.ring_copies`
     says, and what is on chip is what `cost_model.ring_on_chip` says: the first dot waits for what is held
     there, and results that grow there leave it at the end. Partial sums are read and written by every dot
-    that adds to them, unless they stay on chip.
+    that adds to them, unless they stay on chip. Where matmuls are kernels of a library, other kernels copy
+    what a gather's make into place, and add partial sums up.
 
     Where the hardware does not overlap, hops and partial dots take turns, and a hop carries no less than the
     original collective did: a narrower wire is not an effect of the ring, and shared memory does not reward
@@ -119,6 +120,8 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
     first_s = dots * _pieces_s(work, placed, hardware, adds=False) + copy_s
     partial_s = dots * _pieces_s(work, placed, hardware, adds=True) + copy_s
     add_s = work.apart_bytes / hardware.hbm_bytes_per_s
+    if hardware.lone_matmuls and work.apart_bytes:
+        add_s += hardware.copy_overhead_s
 
     piece_bytes = _piece_bytes(work, hardware)
     hop_s = axis.step_s(piece_bytes, work.directions, work.rings, walks=work.walks)
@@ -288,9 +291,11 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool)
             lhs_on_chip=lhs,
             rhs_on_chip=rhs,
             result_on_chip=(added and sum_after) or grows,
-            accumulator=work.accumulator if added else None,
+            accumulator=work.accumulator if added and not hardware.lone_matmuls else None,
             accumulator_on_chip=added and sum_before,
         )
+        if added:
+            total_s += adding_s(piece.batch * piece.m * piece.n * width, hardware)
         if grows and piece.k == whole.k:
             total_s += hardware.placing_on_chip * piece.result_bytes / hardware.hbm_bytes_per_s
     return total_s

@@ -98,6 +98,10 @@ def copies_s(work: RingWork, axis_size: int, hardware: Hardware, *, cut_out: boo
         copied_bytes += _joining(work, len(placed), hardware) * (shard_bytes + sum(placed))
         copied_bytes += _joined_blocks_bytes(work, axis_size, hardware)
         copies += 1 + work.pieces * len(placed)
+    elif hardware.lone_matmuls and work.collective == "all_gather":
+        placed = [piece.result_bytes for piece, whole in work.pairs if piece.k == whole.k]
+        copied_bytes += work.dots * sum(placed)
+        copies += work.dots * len(placed)
     for piece, whole in work.pairs if work.cut != "dot" else ():
         side = cut_side(work, axis_size, piece, whole)
         near = _from_chip(work, whole, side, hardware)
@@ -107,6 +111,13 @@ def copies_s(work: RingWork, axis_size: int, hardware: Hardware, *, cut_out: boo
             copied_bytes += factor * work.dots * side_bytes(piece, side) / work.columns
             copies += 0 if near else work.pieces / work.columns
     return copies * hardware.copy_overhead_s + 2 * copied_bytes / hardware.hbm_bytes_per_s
+
+
+def adding_s(added_bytes: float, hardware: Hardware) -> float:
+    """Seconds of a kernel that adds a partial sum to one of so many bytes; 0 where it is part of a matmul."""
+    if not hardware.lone_matmuls:
+        return 0.0
+    return hardware.copy_overhead_s + 3 * added_bytes / hardware.hbm_bytes_per_s
 
 
 def entering_s(work: RingWork, hardware: Hardware) -> float:

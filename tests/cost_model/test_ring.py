@@ -465,6 +465,34 @@ def test_a_block_that_is_cut_out_is_copied(form: Any, copied_bytes: float) -> No
     assert slower.partials_s - cut.partials_s == pytest.approx(1e-3 * copies)
 
 
+def test_kernels_beside_a_librarys_matmuls_place_what_a_gather_makes() -> None:
+    work = _gather(4000, 1000, 1000, 4)
+    plain = estimate(work, Axis(_PLAIN, 4))
+    alone = estimate(work, Axis(dataclasses.replace(_PLAIN, lone_matmuls=True, copy_overhead_s=1e-3), 4))
+    # The result, 8e6 bytes, is read and written once more, in four kernels.
+    assert alone.partials_s - plain.partials_s == pytest.approx(2 * 8e-3 + 4 * 1e-3)
+    assert alone.dot_s == plain.dot_s
+
+
+def test_kernels_beside_a_librarys_matmuls_add_partial_sums_up() -> None:
+    whole = Matmul(m=1000, k=4000, n=1000)
+    work = dataclasses.replace(
+        _gather(1000, 4000, 1000, 4), matmuls=(whole,), piece=(dataclasses.replace(whole, k=1000),)
+    )
+    unfused = dataclasses.replace(_PLAIN, accumulator_on_chip_bytes=0.0)
+    plain = estimate(work, Axis(unfused, 4))
+    alone = estimate(work, Axis(dataclasses.replace(unfused, lone_matmuls=True, copy_overhead_s=1e-3), 4))
+    # Three times both float32 summands are read and the sum is written, by an own kernel, where the matmul
+    # read one and wrote the sum.
+    assert alone.partials_s - plain.partials_s == pytest.approx(3 * (2 * 4e-3 + 1e-3))
+    scatter = _scatter(4000, 500, 1000, 4, fused=False, apart_bytes=6e6)
+    plain, alone = (
+        estimate(scatter, Axis(dataclasses.replace(unfused, lone_matmuls=lone, copy_overhead_s=1e-3), 4))
+        for lone in (False, True)
+    )
+    assert alone.partials_s - plain.partials_s == pytest.approx(3 * 1e-3)
+
+
 def test_a_block_that_was_cut_out_is_on_chip_if_it_fits_there() -> None:
     whole = Matmul(m=8000, k=500, n=1000)
     work = _scatter(8000, 500, 1000, 4, 2, fused=False)
