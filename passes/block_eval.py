@@ -118,6 +118,7 @@ def run_on_piece(
       read: gives whole values.
       widened: operations whose results are wanted in the accumulator's dtype.
     """
+    dot: int | None = None
     for block in blocks:
         op = flow.ops[block.op]
         operands = []
@@ -146,6 +147,11 @@ def run_on_piece(
                     operands = [lax.convert_element_type(operand, dtype) for operand in operands]
             elif op.name == "convert_element_type":
                 params["new_dtype"] = accumulator_dtype(params["new_dtype"])
+        if op.name == "dot_general" and shims.on_gpu(flow.avals[op.outputs[0]]):
+            if dot is not None:
+                # XLA:GPU makes one of dots that share an operand, and then joins their weights in every step.
+                operands[0], pieces[dot] = tie(operands[0], pieces[dot])
+            dot = op.outputs[0]
         with shims.equation_scope(op.eqn, op.scope):
             operands = _alike(operands)
             results = op.eqn.primitive.bind(*operands, **op.eqn.primitive.get_bind_params(params))

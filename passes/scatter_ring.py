@@ -84,6 +84,9 @@ class _Ring:
         self.read = read
         self.in_flight: list[int] = []
         self.wholes: dict[int, Any] = {}
+        # Dots of several steps that share their weights XLA:GPU makes one of, where it can.
+        self.ties_to_sums = shims.on_gpu(self.operand_aval) and not self.explicit
+        self.last_sum: Any = None
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """The collective's place in the user's program."""
@@ -124,7 +127,7 @@ class _Ring:
           Per piece the sum: on its way, or, in the last step, not sent yet.
         """
         sent = list(sent)
-        self.in_flight = []
+        self.in_flight, self.last_sum = [], None
         self.wholes = {operand: self.read(operand) for operand in self.cut}
         for number, part in enumerate(self.divided):
             if isinstance(sent[number], _Unsent):
@@ -134,7 +137,7 @@ class _Ring:
             for number, part in enumerate(self.divided):
                 self._await_in_turn(sent, number)
                 piece = Piece(self.rings[part.ring], self._distance(part, step), part)
-                sent[number] = self._narrow(self._add(sent, number, piece), step)
+                sent[number] = self.last_sum = self._narrow(self._add(sent, number, piece), step)
                 if step is steps[-1] and self._waits(number, step):
                     sent[number] = _Unsent(sent[number])
                 else:
@@ -231,6 +234,8 @@ class _Ring:
             self.in_flight = []
             received = tied.pop(0) if arrived else None
             operands = dict(zip(operands, tied, strict=True))
+        elif self.ties_to_sums and self.last_sum is not None and operands:
+            operands = dict(zip(operands, tie(*operands.values(), self.last_sum), strict=False))
         if self.schedule.cut == "early":
             return received, operands
         self.wholes = operands

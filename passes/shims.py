@@ -241,6 +241,11 @@ def on_tpu(aval: Any) -> bool:
     return _platform(aval) == "tpu"
 
 
+def on_gpu(aval: Any) -> bool:
+    """Whether a program with this value is for GPUs."""
+    return _platform(aval) == "gpu"
+
+
 def _platform(aval: Any) -> str | None:
     kind = (device_kind(aval) or "").lower()
     if kind.startswith("tpu"):
