@@ -1,6 +1,7 @@
 """The cost model's matmuls against the clock of an attached GPU: by the chip's table, and once calibrated.
 
-    python -m bench.gpu_matmuls [--quick]       writes bench/results/gpu_matmuls.json and .md, in minutes
+    python -m bench.gpu_matmuls [--quick]   writes bench/results/gpu_matmuls.json and .md, in minutes
+    python -m bench.gpu_matmuls --stored    prices what was measured again
 
 Every shape is drawn with a seed, and timed whole and cut into eighths along M, as a ring over eight devices
 cuts it: how much longer the pieces take together is what a ring has to win back. Measured, on one GPU.
@@ -27,7 +28,7 @@ from jax.sharding import Mesh
 from bench.schedules.run import RESULTS, versions, write
 from bench.schedules.tables import table
 from cost_model import Hardware, Matmul, matmul_s
-from cost_model.calibration import base_hardware
+from cost_model.calibration import Calibration, base_hardware
 from overlap.calibrate_programs import MeshPrograms
 from overlap.calibration import calibrate, timings
 
@@ -172,31 +173,41 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a quick calibration")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where results go")
+    parser.add_argument(
+        "--stored", action="store_true", help="price the times in bench/results again; needs no GPU"
+    )
     options = parser.parse_args(argv)
-    device = jax.devices()[0]
-    if device.platform != "gpu":
-        print(f"bench.gpu_matmuls: needs a GPU, and jax has found {device.device_kind}", file=sys.stderr)
-        return 2
-    mine = calibrate(mesh_shape=(jax.device_count(),), quick=options.quick)
-    times = timed(drawn())
-    content = {
-        "schema": 1,
-        "kind": "measured",
-        "device_kind": device.device_kind,
-        "versions": versions(),
-        "cut": statistics.median(of.cut for of in times),
-        "errors": {
-            f"table of {base_hardware(device.device_kind, device.platform).name}": judged(
-                times, base_hardware(device.device_kind, device.platform)
-            ),
-            "calibration": judged(times, mine.hardware),
-        },
-        "calibration": json.loads(mine.to_json()),
-        "matmuls": [dataclasses.asdict(of) for of in times],
-    }
+    if options.stored:
+        content = json.loads((RESULTS / f"{NAME}.json").read_text("utf-8"))
+    else:
+        device = jax.devices()[0]
+        if device.platform != "gpu":
+            print(f"bench.gpu_matmuls: needs a GPU, and jax has found {device.device_kind}", file=sys.stderr)
+            return 2
+        mine = calibrate(mesh_shape=(jax.device_count(),), quick=options.quick)
+        content = {
+            "schema": 1,
+            "kind": "measured",
+            "device_kind": device.device_kind,
+            "versions": versions(),
+            "calibration": json.loads(mine.to_json()),
+            "matmuls": [dataclasses.asdict(of) for of in timed(drawn())],
+        }
+    content |= compared(content)
     write(options.out, NAME, page(content), content)
     print(page(content))
     return 0
+
+
+def compared(content: Mapping[str, Any]) -> dict[str, Any]:
+    """What times say of the chip's table and of the calibration, and of cutting."""
+    times = [Timed(**{**of, "matmul": Matmul(**of["matmul"])}) for of in content["matmuls"]]
+    chip = base_hardware(content["device_kind"], "gpu")
+    mine = Calibration.from_json(json.dumps(content["calibration"])).hardware
+    return {
+        "cut": statistics.median(of.cut for of in times),
+        "errors": {f"table of {chip.name}": judged(times, chip), "calibration": judged(times, mine)},
+    }
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What programs for eight GPUs compute, measured on one: their collectives are started, and move nothing.
 
-    python -m bench.gpu_steps       writes bench/results/gpu_steps.json and .md, in a minute or two
+    python -m bench.gpu_steps               writes bench/results/gpu_steps.*, in a minute or two
+    python -m bench.gpu_steps --stored      prices what was measured again
 
 jax's mock topology makes one GPU the first of eight. The programs are those of `bench.gpu_schedules`,
 compiled with the GPU's own autotuning, and run. What they compute is wrong, and how long it takes is real: a
@@ -14,12 +15,15 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gzip
+import json
 import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,6 +46,10 @@ from overlap.hlo.parse import parse
 from overlap.hlo.simulate import simulate
 
 NAME: Final = "gpu_steps"
+PROGRAMS: Final = f"{NAME}_programs.json.gz"
+"""The compiled programs' text, by row and version."""
+
+DEVICES: Final = 8
 ROUNDS: Final = 7
 TARGET_S: Final = 0.03
 VERSIONS: Final[Mapping[str, Callable[[Any], Any]]] = {
@@ -50,9 +58,25 @@ VERSIONS: Final[Mapping[str, Callable[[Any], Any]]] = {
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """A program's versions, as they ran.
+
+    Attributes:
+      name: of the case.
+      versions: per version its seconds, their spread (the longest over the shortest, less 1), and the bytes
+        of temporary memory.
+      programs: per version its compiled text.
+    """
+
+    name: str
+    versions: Mapping[str, Mapping[str, Any]]
+    programs: Mapping[str, str]
+
+
 def mesh_of_one() -> Mesh:
     """Eight devices, of which the first is the attached GPU and the others do not exist."""
-    jax.config.update("jax_mock_gpu_topology", "1x8x1")
+    jax.config.update("jax_mock_gpu_topology", f"1x{DEVICES}x1")
     return Mesh(np.array(jax.devices()), (programs.AXIS,), axis_types=(AxisType.Auto,))
 
 
@@ -88,28 +112,60 @@ def step_s(calls: Mapping[str, Callable[[], Any]]) -> dict[str, tuple[float, flo
     return {name: (statistics.median(of), max(of) / min(of) - 1) for name, of in times.items()}
 
 
-def row(name: str, problem: programs.Problem, mesh: Mesh) -> dict[str, Any]:
-    """Both versions of a program: measured, and as modelled."""
-    topology = Topology.from_devices(mesh.devices, by_name("h100"))
+def row(name: str, problem: programs.Problem, mesh: Mesh) -> Measured:
+    """Both versions of a program, compiled and measured."""
     original = programs.manual(problem, mesh)
     values = arguments(problem, mesh)
-    calls: dict[str, Callable[[], Any]] = {}
-    found: dict[str, Any] = {}
-    for version, make in VERSIONS.items():
-        compiled = make(original).trace(*values).lower().compile()
-        module = parse(compiled.as_text())
+    compiled = {
+        version: make(original).trace(*values).lower().compile() for version, make in VERSIONS.items()
+    }
+    times = step_s({version: functools.partial(each, *values) for version, each in compiled.items()})
+    return Measured(
+        name=name,
+        versions={
+            version: {
+                "measured_s": times[version][0],
+                "spread": times[version][1],
+                "temp_bytes": temporary_bytes(each),
+            }
+            for version, each in compiled.items()
+        },
+        programs={version: each.as_text() for version, each in compiled.items()},
+    )
+
+
+def priced(measured: Measured) -> dict[str, Any]:
+    """What was measured, beside what the cost model says of the same programs."""
+    topology = Topology.axis(DEVICES, by_name("h100"))
+    found = {}
+    for version, figures in measured.versions.items():
+        module = parse(measured.programs[version])
         schedule = order(module, topology.hardware)
         found[version] = {
+            **figures,
             "modelled_s": simulate(module, topology=topology).compute_s,
             "order": schedule.text.replace(" ", ""),
             "permutes": schedule.permutes,
             "idle": len(schedule.idle),
-            "temp_bytes": temporary_bytes(compiled),
         }
-        calls[version] = functools.partial(compiled, *values)
-    for version, (seconds, spread) in step_s(calls).items():
-        found[version] |= {"measured_s": seconds, "spread": spread}
-    return {"name": name, "versions": found}
+    return {"name": measured.name, "versions": found}
+
+
+def stored() -> tuple[list[Measured], Mapping[str, Any]]:
+    """The measurements and programs in the repository's results, and what they were made with."""
+    content = json.loads((RESULTS / f"{NAME}.json").read_text("utf-8"))
+    with gzip.open(RESULTS / PROGRAMS, "rt", encoding="utf-8") as file:
+        texts = json.load(file)
+    kept = ("measured_s", "spread", "temp_bytes")
+    rows = [
+        Measured(
+            name=each["name"],
+            versions={v: {k: of[k] for k in kept} for v, of in each["versions"].items()},
+            programs=texts[each["name"]],
+        )
+        for each in content["rows"]
+    ]
+    return rows, {key: content[key] for key in ("device_kind", "versions")}
 
 
 def page(content: Mapping[str, Any]) -> str:
@@ -139,6 +195,13 @@ def page(content: Mapping[str, Any]) -> str:
         "permutes without a matmul",
         "temporary MB, ring / original",
     )
+    off = {
+        version: [abs(_off(each["versions"][version])) for each in content["rows"]] for version in VERSIONS
+    }
+    summary = " and ".join(
+        f"{statistics.median(errors):.1%} in the median (at most {max(errors):.0%}) for the {version}s"
+        for version, errors in off.items()
+    )
     parts = [
         "# What programs for eight GPUs compute",
         f"Measured / modelled, on one {content['device_kind']}: the programs of `gpu_schedules`, all their "
@@ -146,38 +209,45 @@ def page(content: Mapping[str, Any]) -> str:
         "and move nothing, so these are the times of computing alone; what hides is not seen here. Times and "
         "memory are those of programs with the GPU's own autotuning.",
         f"Made with {said}.",
+        f"Modelled times are off by {summary}.",
         table(headings, lines),
     ]
     return "\n\n".join(parts) + "\n"
 
 
+def _off(of: Mapping[str, Any]) -> float:
+    return float(of["modelled_s"] / of["measured_s"] - 1)
+
+
 def _times(of: Mapping[str, Any]) -> str:
-    measured_s, modelled_s = of["measured_s"], of["modelled_s"]
-    return f"{measured_s * 1e6:.0f} / {modelled_s * 1e6:.0f} ({modelled_s / measured_s - 1:+.0%})"
+    return f"{of['measured_s'] * 1e6:.0f} / {of['modelled_s'] * 1e6:.0f} ({_off(of):+.0%})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints, writes; the exit status is 2 without a GPU."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where results go")
+    parser.add_argument(
+        "--stored", action="store_true", help="price the programs in bench/results again; needs no GPU"
+    )
     options = parser.parse_args(argv)
-    mesh = mesh_of_one()
-    device = jax.local_devices()[0]
-    if device.platform != "gpu":
-        print(f"bench.gpu_steps: needs a GPU, and jax has found {device.device_kind}", file=sys.stderr)
-        return 2
-    rows = []
-    for case in grid.gpu_cases():
-        rows.append(row(case.name, programs.problem(case), mesh))
-        print(rows[-1], flush=True)
-    content = {
-        "schema": 1,
-        "kind": "measured",
-        "device_kind": device.device_kind,
-        "versions": versions(),
-        "rows": rows,
-    }
+    if options.stored:
+        rows, made_with = stored()
+    else:
+        mesh = mesh_of_one()
+        device = jax.local_devices()[0]
+        if device.platform != "gpu":
+            print(f"bench.gpu_steps: needs a GPU, and jax has found {device.device_kind}", file=sys.stderr)
+            return 2
+        rows = []
+        for case in grid.gpu_cases():
+            rows.append(row(case.name, programs.problem(case), mesh))
+            print(rows[-1].name, rows[-1].versions, flush=True)
+        made_with = {"device_kind": device.device_kind, "versions": versions()}
+    content = {"schema": 1, "kind": "measured", **made_with, "rows": list(map(priced, rows))}
     write(options.out, NAME, page(content), content)
+    with gzip.GzipFile(options.out / PROGRAMS, "wb", mtime=0) as file:
+        file.write(json.dumps({each.name: each.programs for each in rows}).encode())
     print(page(content))
     return 0
 
