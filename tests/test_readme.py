@@ -41,13 +41,14 @@ def test_what_it_costs_is_tabled_with_the_figures_of_the_last_run() -> None:
 
 def summary() -> dict[str, tuple[str, str]]:
     """The first table's results and their kinds, by the name of the run that they are from."""
-    programs, matmuls, overhead, gpu, rolled, tpu, rings, network, decisions = (
+    programs, matmuls, overhead, gpu, steps_of_gpu, rolled, tpu, rings, network, decisions = (
         json.loads((RESULTS / f"{name}.json").read_text())
         for name in (
             "programs",
             "matmul_model",
             "overhead",
             "gpu_schedules",
+            "gpu_steps",
             "rolled_rings",
             "tpu_schedules",
             "ring_model",
@@ -56,6 +57,13 @@ def summary() -> dict[str, tuple[str, str]]:
         )
     )
     judged = decisions["all"]
+    off = {
+        version: statistics.median(
+            abs(row["versions"][version]["modelled_s"] / row["versions"][version]["measured_s"] - 1)
+            for row in steps_of_gpu["rows"]
+        )
+        for version in ("original", "ring")
+    }
     (auto,) = (means for means in gpu["summary"]["means"] if means["version"] == "auto")
     of_tpus = {means["version"]: means for means in tpu["summary"]["means"]}
     took = {(row["pattern"], row["devices"], row["form"]): row for row in rolled["rows"]}
@@ -95,6 +103,10 @@ def summary() -> dict[str, tuple[str, str]]:
         "network, predicted": (f"{statistics.median(apart):.0%} apart in the median", "modelled"),
         "programs": (f"×{min(gains):.2f} to ×{max(gains):.2f} in {len(gains)} programs", "modelled"),
         "gpu_schedules": (f"×{auto['over_original']:.2f} in {auto['rows']} rows", "modelled"),
+        "gpu_steps": (
+            f"{off['original']:.1%} apart in the median for originals, {off['ring']:.1%} for rings",
+            "measured",
+        ),
         **{
             f"tpu_schedules, {version}": (
                 f"×{of_tpus[version]['over_xla']:.2f} over XLA, "
