@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -121,7 +120,7 @@ class Study:
         return known
 
     def _answers(self, requests: Sequence[str]) -> Iterator[workers.Answer]:
-        variables = {**os.environ, **tpu_target.ENVIRONMENT, "PYTHONPATH": str(schedules_run.ROOT)}
+        variables = schedules_run.of_workers(tpu_target.ENVIRONMENT)
         command = workers.interpreter(self.module)
         return workers.answers(requests, command, variables, jobs=self.jobs, limit_s=LIMIT_S)
 

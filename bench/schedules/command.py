@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from bench.schedules import run
 from bench.schedules.case import Case
@@ -52,8 +53,16 @@ def _versions(text: str) -> tuple[str, ...]:
     return tuple(version for version in VERSIONS if version in {ORIGINAL, *wanted})
 
 
+class Named(Protocol):
+    """What has a name."""
+
+    @property
+    def name(self) -> str:
+        """What ``--list`` prints."""
+
+
 def nothing_to_measure(
-    name: str, cases: Sequence[Case], options: argparse.Namespace, missing: Callable[[], str | None]
+    name: str, cases: Sequence[Named], options: argparse.Namespace, missing: Callable[[], str | None]
 ) -> int | None:
     """The exit status where nothing is measured: the names are wanted, or something is not there; or None.
 

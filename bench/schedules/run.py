@@ -68,7 +68,7 @@ def run(
     if known:
         console.print(f"{len(known)} of {len(cases)} rows are in {resume}.")
     with tempfile.TemporaryDirectory() as folder:
-        variables = {CACHE: folder, **os.environ, **environment, "PYTHONPATH": str(ROOT)}
+        variables = {CACHE: folder, **of_workers(environment)}
         command = [*workers.interpreter(module), "--versions", ",".join(wanted)]
         answers = workers.answers(list(waiting), command, variables, jobs=jobs, limit_s=ROW_LIMIT_S)
         for number, answer in enumerate(progress(console, answers, len(waiting), "rows"), 1):
@@ -78,6 +78,11 @@ def run(
                 keep(resume, row.to_dict(), made_with)
             console.print(f"{number}/{len(waiting)} {line(row)}", markup=False, soft_wrap=True)
     return [known[case.name] for case in cases]
+
+
+def of_workers(more: Mapping[str, str]) -> dict[str, str]:
+    """The environment of workers: this process's, and more."""
+    return {**os.environ, **more, "PYTHONPATH": str(ROOT)}
 
 
 def row_of(case: Case, answer: workers.Answer) -> Row:
