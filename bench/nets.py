@@ -5,8 +5,8 @@
     python -m bench.nets --rows 'v5e.*grad' some; writes nothing unless --output is given
 
 Chains of one program share what is on chip and what is kept for the backward pass, which no single chain
-shows. Every net is compiled as written and under ``policy="auto"``, and the time that its rings were predicted
-to save is compared with that of the two schedules. Needs libtpu, and no TPU. All times are modelled.
+shows. Every net is compiled as written and under ``policy="auto"``: the time that its rings were predicted to
+save is compared with that of the two schedules. Needs libtpu, and no TPU. All times are modelled.
 """
 
 # mypy: allow-untyped-calls
