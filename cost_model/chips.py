@@ -20,8 +20,8 @@ Efficiency, the overhead of a matmul (a kernel's launch with its ramp) and of ot
 are cuBLAS's alone, were measured on one H100, as was the bandwidth of its main memory (`bench.gpu_steps`,
 `bench.gpu_matmuls`); that of an H200 is what a copy reached there. Of the others efficiency is rounded
 experience, and so is the hop's latency, that of a NCCL send and receive kernel. XLA:GPU keeps one collective
-in flight by default, so opposite hops do not overlap. PCIe and NVL boards have no such switch and are left
-unknown.
+in flight by default, so opposite hops do not overlap; any collective may be it. PCIe and NVL boards have no
+such switch and are left unknown.
 
 On a full pod of v5e, 16x16 chips, the TPU compiler starts no permute ahead, neither ours nor those of XLA's
 own windowed einsum (libtpu of jax 0.12; on 8x16 chips, and on pods of the others, it does).
@@ -62,6 +62,7 @@ def _gpu(
         on_chip_bytes=on_chip_bytes,
         lone_matmuls=True,
         copy_overhead_s=2e-6,
+        offloaded=("all_gather", "reduce_scatter"),
         opposite_hops_overlap=False,
         dcn_bytes_per_s=dcn_bytes_per_s,
         dcn_latency_s=1e-5,

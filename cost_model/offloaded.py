@@ -1,8 +1,9 @@
 """Collectives that run beside the dots by themselves: pieces of them, in turn, and their price.
 
 Of TPU7x the SparseCores run all_gathers, all_reduces and reduce_scatters (`Hardware.offloaded`); on v5e the
-compiler makes all_gathers a part of the dots beside them. One that comes before all dots, or after them,
-still has nothing to hide behind; in pieces each has the dots of another.
+compiler makes all_gathers a part of the dots beside them; on GPUs they are kernels on a stream of their own.
+One that comes before all dots, or after them, still has nothing to hide behind; in pieces each has the dots
+of another.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ all_gather, or the last one's all_reduce or reduce_scatter."""
 
 FEW_IN_TURN: Final = (2, 4)
 """The same of a gather's rows: what pieces of them become is placed by copies, and short dots take long."""
+
+FEW_KERNELS: Final = (2, 4, 8)
+"""The same of GPUs, whose collectives and matmuls are kernels that each take a while to start."""
 
 MOST_DOTS: Final = 2
 """Dots of a gather's piece of rows beside which the compiler surely begins the next all_gather at once."""
@@ -55,7 +59,8 @@ def sums_whole(dtype: str, axis: Axis) -> bool:
 
     SparseCores make one of integers (of 7x: 2.00 times as long in 3 of 3 chains; floats take as priced).
     """
-    return is_offloaded("reduce_scatter", axis) and parse_dtype(dtype)[0] == "int"
+    by_cores = axis.hardware.network == "torus" and is_offloaded("reduce_scatter", axis)
+    return by_cores and parse_dtype(dtype)[0] == "int"
 
 
 def hides_rows(hardware: Hardware) -> bool:
@@ -67,10 +72,11 @@ def hides_rows(hardware: Hardware) -> bool:
     return not hardware.places_strips
 
 
-def counts(size: int, grain: int, *, few: bool = False) -> Iterator[int]:
+def counts(size: int, grain: int, hardware: Hardware, *, few: bool = False) -> Iterator[int]:
     """Into how many equal pieces, of multiples of `grain`, a dim of so many elements is worth cutting."""
-    equal = [pieces for pieces in (FEW_IN_TURN if few else IN_TURN) if size % (pieces * grain) == 0]
-    yield from dict.fromkeys((*equal[:1], *equal[-1:]))
+    wanted = FEW_KERNELS if hardware.lone_matmuls else FEW_IN_TURN if few else IN_TURN
+    equal = [pieces for pieces in wanted if size % (pieces * grain) == 0]
+    yield from equal if hardware.lone_matmuls else dict.fromkeys((*equal[:1], *equal[-1:]))
 
 
 def in_words(collective: Offloaded, pieces: int, *, across: bool) -> str:
@@ -94,7 +100,8 @@ def offloaded_estimate(
 
     Strips of what is gathered are cut out before, and the results of their dots put together after, where the
     compiler does not make them in their place; pieces of rows are placed one by one. Of a sum each strip is
-    cut out, and each piece placed, by a copy of its own.
+    cut out, and each piece placed, by a copy of its own; where matmuls are a library's, what a piece has of
+    an operand is copied for it, and all pieces are put together at the end.
 
     Args:
       collective: by which pieces go.
@@ -132,8 +139,11 @@ def offloaded_estimate(
             else copied_s(piece_bytes)
         )
         cut_s = hardware.copy_overhead_s if across else 0.0
+        if hardware.lone_matmuls:
+            cut_s = hardware.copy_overhead_s + copied_s(_cut_bytes(piece, matmuls))
+            place_s, after_s = 0.0, hardware.copy_overhead_s + copied_s(results_bytes)
     elif across:
-        before_s = copied_s(moved_bytes / axis.size, CUTTING)
+        before_s = copied_s(moved_bytes / axis.size, CUTTING if hardware.network == "torus" else 1.0)
         added_bytes += moved_bytes / axis.size
         plain = all(m.batch == 1 and not m.lhs_dtype and not m.rhs_dtype for m in matmuls)
         if not (plain and hardware.places_strips):
@@ -141,6 +151,8 @@ def offloaded_estimate(
             added_bytes += results_bytes
     else:
         place_s = copied_s(results_bytes / pieces)
+        if hardware.lone_matmuls:
+            place_s += len(matmuls) * hardware.copy_overhead_s
         added_bytes += results_bytes / pieces
     sent = _sent_side(piece[0], matmuls[0]) if gathers else None
     first_s = wholes_s(piece, hardware, hop_s if gathers else 0.0, sent)
@@ -158,9 +170,19 @@ def offloaded_estimate(
         after_s=after_s,
         added_bytes=added_bytes,
     )
-    if gathers and not across and len(matmuls) > MOST_DOTS:
+    if gathers and not across and len(matmuls) > MOST_DOTS and not hardware.lone_matmuls:
         return dataclasses.replace(priced, overlapped_s=LATE * priced.overlapped_s)
     return priced
+
+
+def _cut_bytes(piece: tuple[Matmul, ...], matmuls: tuple[Matmul, ...]) -> float:
+    """Bytes of the operands of which a piece has a part."""
+    return sum(
+        mine
+        for part, whole in zip(piece, matmuls, strict=True)
+        for mine, all_of_it in ((part.lhs_bytes, whole.lhs_bytes), (part.rhs_bytes, whole.rhs_bytes))
+        if mine < all_of_it
+    )
 
 
 def _sent_side(piece: Matmul, whole: Matmul) -> Side | None:

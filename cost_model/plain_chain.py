@@ -438,20 +438,20 @@ def _offloaded(chain: PlainChain, axis: Axis, unit: int) -> Iterator[Form]:
     """The ways by collectives in turn that run beside dots by themselves."""
     size = 0 if chain.free is None else getattr(chain.dots[0].matmul, chain.free)
     if chain.pattern == "dot_psum" and is_offloaded("all_reduce", axis):
-        for pieces in counts(unit * axis.size, LEAST_ROWS):
+        for pieces in counts(unit * axis.size, LEAST_ROWS, axis.hardware):
             yield Form(route="all_reduce", chains=pieces)
-        for pieces in counts(size, LANES) if size else ():
+        for pieces in counts(size, LANES, axis.hardware) if size else ():
             yield Form(route="all_reduce", chains=pieces, across=True)
     elif chain.pattern == "dot_reduce_scatter" and is_offloaded("reduce_scatter", axis):
-        for pieces in counts(size, LANES) if size else ():
+        for pieces in counts(size, LANES, axis.hardware) if size else ():
             yield Form(route="reduce_scatter", chains=pieces, across=True)
     elif chain.pattern == "all_gather_dot" and is_offloaded("all_gather", axis):
         if size:
-            for pieces in counts(size, LANES):
+            for pieces in counts(size, LANES, axis.hardware):
                 yield Form(route="all_gather", chains=pieces, across=True)
         elif all(dot.cut != "k" for dot in chain.dots) and hides_rows(axis.hardware):
             rows = tile_rows(min(dtype_bytes(dot.matmul.dtype) for dot in chain.dots))
-            for pieces in counts(unit, rows, few=True):
+            for pieces in counts(unit, rows, axis.hardware, few=True):
                 yield Form(route="all_gather", chains=pieces)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from cost_model.tile import LANES
+from passes import shims
 from passes.arrivals import rounded, take_in
 from passes.block_eval import Piece, Read, run_on_piece, write
 from passes.chains import AllGatherDot, Chain
@@ -51,7 +52,7 @@ def emit_all_gathers(
     else:
         dim = strips.dim
         divided = parts(schedule, wire.shape[dim], LANES)
-    dtype = flow.avals[chain.wire].dtype
+    dtype, on_gpu = flow.avals[chain.wire].dtype, shims.on_gpu(flow.avals[chain.wire])
     pieces = sent(flow, chain, places, wire, dim, (*(part.start for part in divided), Fraction(1)))
     results: dict[int, Any] = {}
     turns.send(pieces[0])
@@ -65,9 +66,9 @@ def emit_all_gathers(
         else:
             run_on_piece(flow, chain.dots, known, _OfEveryBlock(places, 0, WHOLE), read)
             results[number] = known[flow.ops[chain.dots[0].op].outputs[0]]
-        if not last and strips is None:
+        if not last and (strips is None or on_gpu):
             # Else the compiler may put these dots after the next piece's arrival, and nothing beside it. Of
-            # strips it does not, and those that are held up it cannot make in their place in the result.
+            # strips a TPU's does not, and those that are held up it cannot make in their place in the result.
             results = dict(zip(results, turns.hold(*results.values()), strict=True))
     if strips is None:
         return rounded(flow, chain, results)

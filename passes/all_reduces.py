@@ -20,7 +20,16 @@ from jax import lax
 from cost_model.tile import LANES
 from passes import shims
 from passes.arrivals import rounded, take_in
-from passes.block_eval import Piece, Read, accumulator_dtype, blank, cut_once, run_on_piece, write_in_a_row
+from passes.block_eval import (
+    Piece,
+    Read,
+    accumulator_dtype,
+    blank,
+    cut_once,
+    run_on_piece,
+    tie_typed,
+    write_in_a_row,
+)
 from passes.chains import AllGatherDot, Chain, DotPsum, DotReduceScatter
 from passes.gather_ring import cut, own_block
 from passes.graph import Dataflow, Operand
@@ -134,12 +143,15 @@ def sums_in_turn(
     """
     op = flow.ops[chain.collective.op]
     scatter = chain.scatter if isinstance(chain, DotPsum) else chain
-    widened = widened_ops(flow, scatter)
+    on_gpu = shims.on_gpu(flow.avals[op.outputs[0]])
+    # A GPU's matmul rounds its result itself; another kernel would round a wide one.
+    widened = frozenset() if on_gpu else widened_ops(flow, scatter)
     strips = across(flow, scatter) if schedule.across else None
     dim = chain.collective.dim if strips is None else strips.result_dim
     last = None
     placed = _Placed(flow, op.outputs[0], dim, turns)
-    for piece, read_piece in _pieces_of_sum(flow, chain, scatter, schedule, strips, read, turns):
+    whole = _Whole(flow, read)
+    for piece, read_piece in _pieces_of_sum(flow, chain, scatter, schedule, strips, whole, turns):
         later = dataclasses.replace(piece, later=turns.nothing_of(last))
         last = _sum_of(flow, scatter, later, read_piece, widened)
         with turns.scope():
@@ -147,6 +159,8 @@ def sums_in_turn(
             if placed.in_place:
                 # Else the compiler may lay pieces out by columns, and turns each round to place it.
                 last = shims.row_major(last)
+        if on_gpu:
+            last = whole.behind(last)
         turns.send(last)
         if isinstance(chain, DotPsum):
             placed.but(2)
@@ -238,6 +252,27 @@ def _behind_earlier(read: Read, operands: Set[int], turns: Turns) -> Read:
         return held[operand]
 
     return reading
+
+
+class _Whole:
+    """Reads whole values, of which pieces that come later may be made to wait."""
+
+    def __init__(self, flow: Dataflow, read: Read) -> None:
+        self._flow, self._read = flow, read
+        self._held: dict[int, Any] = {}
+
+    def __call__(self, operand: Operand) -> Any:
+        if not isinstance(operand, int):
+            return self._read(operand)
+        if operand not in self._held:
+            self._held[operand] = self._read(operand)
+        return self._held[operand]
+
+    def behind(self, value: Any) -> Any:
+        """Lets what was read wait for a value: XLA:GPU would make one of dots that share an operand."""
+        value, *held = tie_typed(self._flow, value, *self._held.values())
+        self._held = dict(zip(self._held, held, strict=True))
+        return value
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

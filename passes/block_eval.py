@@ -150,7 +150,7 @@ def run_on_piece(
         if op.name == "dot_general" and shims.on_gpu(flow.avals[op.outputs[0]]):
             if dot is not None:
                 # XLA:GPU makes one of dots that share an operand, and then joins their weights in every step.
-                operands[0], pieces[dot] = tie(operands[0], pieces[dot])
+                operands[0], pieces[dot] = tie_typed(flow, operands[0], pieces[dot])
             dot = op.outputs[0]
         with shims.equation_scope(op.eqn, op.scope):
             operands = _alike(operands)
@@ -242,3 +242,15 @@ def chain_scope(flow: Dataflow, chain: Chain) -> Iterator[None]:
 def tie(*values: Any) -> tuple[Any, ...]:
     """Makes each of the values wait for all of them, which keeps a hop beside the matmul to overlap."""
     return tuple(lax.optimization_barrier(values))
+
+
+def tie_typed(flow: Dataflow, *values: Any) -> tuple[Any, ...]:
+    """The same, each value of the type that it has: jax 0.10 joins what they vary over.
+
+    What gives them back their types cannot be differentiated, so there such values are not held up.
+    """
+    before = [_varying(value) for value in values]
+    if flow.differentiable and len(set(before)) > 1:
+        return values
+    joined = [(value, _varying(value) - axes) for value, axes in zip(tie(*values), before, strict=True)]
+    return tuple(shims.as_invarying(value, sorted(more)) if more else value for value, more in joined)

@@ -124,28 +124,30 @@ def _offloaded(flow: Dataflow, chain: Chain, axis: Axis, unit: int) -> Iterator[
         if not is_offloaded("all_reduce", axis) or chain.gather is not None:
             return
         base = RingSchedule(directions=1, route="all_reduce")
-        for pieces in counts(unit * chain.collective.axis_size, LEAST_ROWS):
+        for pieces in counts(unit * chain.collective.axis_size, LEAST_ROWS, axis.hardware):
             yield dataclasses.replace(base, chains=pieces)
-        yield from _strips_of_sum(flow, chain.scatter, base)
+        yield from _strips_of_sum(flow, chain.scatter, base, axis)
     elif goes_by_reduce_scatters(chain):
         if is_offloaded("reduce_scatter", axis):
-            yield from _strips_of_sum(flow, chain, RingSchedule(directions=1, route="reduce_scatter"))
+            yield from _strips_of_sum(flow, chain, RingSchedule(directions=1, route="reduce_scatter"), axis)
     elif isinstance(chain, AllGatherDot) and is_offloaded("all_gather", axis) and goes_by_all_gathers(chain):
         base = RingSchedule(directions=1, route="all_gather")
         if (cut := across(flow, chain)) is not None:
-            for pieces in counts(flow.avals[chain.wire].shape[cut.dim], LANES):
+            for pieces in counts(flow.avals[chain.wire].shape[cut.dim], LANES, axis.hardware):
                 yield dataclasses.replace(base, chains=pieces, across=True)
         elif not _adds_up(chain) and hides_rows(axis.hardware):
-            for pieces in counts(unit, tile_rows(flow, chain), few=True):
+            for pieces in counts(unit, tile_rows(flow, chain), axis.hardware, few=True):
                 yield dataclasses.replace(base, chains=pieces)
 
 
-def _strips_of_sum(flow: Dataflow, chain: DotReduceScatter, base: RingSchedule) -> Iterator[RingSchedule]:
+def _strips_of_sum(
+    flow: Dataflow, chain: DotReduceScatter, base: RingSchedule, axis: Axis
+) -> Iterator[RingSchedule]:
     """The ways by strips of the sum, where it has any."""
     cut = across(flow, chain)
     if cut is not None:
         result = flow.avals[flow.ops[chain.collective.op].outputs[0]]
-        for pieces in counts(result.shape[cut.result_dim], LANES):
+        for pieces in counts(result.shape[cut.result_dim], LANES, axis.hardware):
             yield dataclasses.replace(base, chains=pieces, across=True)
 
 

@@ -27,6 +27,7 @@ from passes.block_eval import (
     cut_once,
     run_on_piece,
     tie,
+    tie_typed,
     write_in_a_row,
 )
 from passes.chains import DotReduceScatter
@@ -235,7 +236,9 @@ class _Ring:
             received = tied.pop(0) if arrived else None
             operands = dict(zip(operands, tied, strict=True))
         elif self.ties_to_sums and self.last_sum is not None and operands:
-            operands = dict(zip(operands, tie(*operands.values(), self.last_sum), strict=False))
+            operands = dict(
+                zip(operands, tie_typed(self.flow, *operands.values(), self.last_sum), strict=False)
+            )
         if self.schedule.cut == "early":
             return received, operands
         self.wholes = operands

@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from passes import shims
-from passes.block_eval import chain_scope, tie
+from passes.block_eval import chain_scope, tie_typed
 from passes.chains import AllGatherDot, Chain, DotReduceScatter
 from passes.cpu_queue import behind
 from passes.graph import Dataflow
@@ -103,7 +103,7 @@ class Turns:
             if not self._barriers:
                 value = self._next(value)
             elif self.arrived:
-                value, self.arrived[-1] = self._tied(value, self.arrived[-1])
+                value, self.arrived[-1] = tie_typed(self._flow, value, self.arrived[-1])
             results = primitive.bind(value, **primitive.get_bind_params(op.params))
             self.arrived.append(results[0] if primitive.multiple_results else results)
 
@@ -117,7 +117,7 @@ class Turns:
         if not self._barriers or len(self.arrived) <= sent_since:
             return values
         number = -1 - sent_since
-        self.arrived[number], *held = self._tied(self.arrived[number], *values)
+        self.arrived[number], *held = tie_typed(self._flow, self.arrived[number], *values)
         return tuple(held)
 
     def nothing_of(self, value: Any) -> Any:
@@ -130,20 +130,6 @@ class Turns:
     def _next(self, value: Any) -> Any:
         """The value behind what arrived last, or one operation after itself, by data."""
         return behind(value, self.places.nothing_of(self.arrived[-1] if self.arrived else value))
-
-    def _tied(self, *values: Any) -> tuple[Any, ...]:
-        """The values behind one barrier, of the types that they have: jax 0.10 joins what they vary over.
-
-        What gives them back their types cannot be differentiated, so there such values are not held up.
-        """
-        before = [shims.varying_axes(jax.typeof(value)) for value in values]
-        if self._flow.differentiable and len(set(before)) > 1:
-            return values
-        joined = [
-            (value, shims.varying_axes(jax.typeof(value)) - axes)
-            for value, axes in zip(tie(*values), before, strict=True)
-        ]
-        return tuple(shims.as_invarying(value, sorted(more)) if more else value for value, more in joined)
 
     @property
     def _names(self) -> tuple[str, ...]:

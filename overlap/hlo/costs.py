@@ -239,11 +239,9 @@ class Costs:
         if known is None:
             computation = self._module.computation(called)
             inside = [(i.opcode, i) for i in computation.instructions if i.opcode not in FREE]
-            found = [
-                self._content(i.calls[0]) if opcode == "fusion" and i.calls else (_kind(opcode), opcode)
-                for opcode, i in inside
-                if i.shape.elements or i.shape.bytes > TINY_BYTES
-            ] or [("compute", opcode) for opcode, _ in inside[-1:]]
+            found = [self._doing(i) for _, i in inside if i.shape.elements or i.shape.bytes > TINY_BYTES] or [
+                ("compute", opcode) for opcode, _ in inside[-1:]
+            ]
             matmuls = [does for kind, does in found if kind == "matmul"]
             computes = [does for kind, does in found if kind == "compute"]
             if matmuls:
@@ -271,8 +269,8 @@ class Costs:
         return [_dot(operands[0], operands[1], result, _dimensions(instruction))]
 
     def _fused_matmuls(self, called: Computation, inner: Instruction) -> list[Matmul]:
-        if inner.opcode in MATMULS or (inner.opcode == "fusion" and self._doing(inner)[0] == "matmul"):
-            return self._matmuls(called, inner)
+        if inner.opcode in MATMULS or inner.opcode in ("fusion", "custom-call"):
+            return self._matmuls(called, inner) if self._doing(inner)[0] == "matmul" else []
         return []
 
 

@@ -8,23 +8,44 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from cost_model import Axis, Topology, by_name, pipeline
+from cost_model import Axis, Matmul, Topology, by_name, matmul_s, pipeline
 from cost_model.explanation import explain
 from cost_model.offloaded import counts, in_words, is_offloaded, sums_whole
 from cost_model.plain_chain import Form, chain_of, forms, price
 from cost_model.topology import Place
 
-TPU7X = by_name("tpu_7x")
+TPU7X, H100 = by_name("tpu_7x"), by_name("h100")
 AXIS = Axis(TPU7X, 8)
 
 
 @given(st.integers(1, 1 << 16), st.sampled_from([1, 16, 128]), st.booleans())
 def test_pieces_are_equal_and_of_whole_grains(size: int, grain: int, few: bool) -> None:
-    found = list(counts(size, grain, few=few))
+    found = list(counts(size, grain, TPU7X, few=few))
     assert len(found) == len(set(found)) <= 2
     assert all(size % (pieces * grain) == 0 and (2 if few else 8) <= pieces <= 16 for pieces in found)
     if size % (8 * grain) == 0:
         assert found
+
+
+def test_of_kernels_there_are_few_pieces() -> None:
+    assert list(counts(4096, 128, H100)) == [2, 4, 8]
+    assert list(counts(4 * 128, 128, H100, few=True)) == [2, 4]
+
+
+def test_pieces_of_a_sum_on_a_gpu_by_hand() -> None:
+    """Columns of the weight are copied for each dot, and the last reduce_scatter has nothing beside it."""
+    chain, axis = chain_of("dot_reduce_scatter", 16384, 8192, 8192), Axis(H100, 8)
+    found = price(chain, Form(route="reduce_scatter", chains=4, across=True), axis)
+    copy_s = H100.copy_overhead_s + 2 * 2 * 8192 * 2048 / H100.hbm_bytes_per_s
+    dots_s = 4 * (copy_s + matmul_s(Matmul(m=16384, k=8192, n=2048), H100))
+    together_s = H100.copy_overhead_s + 2 * 2 * 2048 * 8192 / H100.hbm_bytes_per_s
+    hop_s = axis.reduce_scatter_s(2 * 16384 * 2048)
+    assert found.partials_s == pytest.approx(dots_s + together_s)
+    assert found.overlapped_s == pytest.approx(dots_s + hop_s + together_s)
+
+
+def test_a_gpu_reduces_and_scatters_integers_as_others() -> None:
+    assert sums_whole("int32", AXIS) and not sums_whole("int32", Axis(H100, 8))
 
 
 def test_words() -> None:

@@ -155,6 +155,31 @@ def test_a_cublas_call_is_the_matmul_of_its_dimension_numbers() -> None:
     assert told.kind == "matmul"
 
 
+def test_a_cublas_call_that_reads_a_slice_is_the_matmul_of_the_slice() -> None:
+    """XLA:GPU fuses the two where the slice lies together."""
+    numbers = '{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":["1"]}'
+    called = (
+        'custom_call_target="__cublas$lt$matmul", '
+        f'backend_config={{"gemm_backend_config":{{"dot_dimension_numbers":{numbers}}}}}'
+    )
+    fused = f"""%fused {{
+  %p = bf16[4096,512]{{1,0}} parameter(0)
+  %q = bf16[1024,512]{{1,0}} parameter(1)
+  %s = bf16[256,512]{{1,0}} slice(%p), slice={{[256:512], [0:512]}}
+  ROOT %d = (bf16[1024,256]{{1,0}}, s8[4096]{{0}}) custom-call(%q, %s), {called}
+}}
+"""
+    told = cost(
+        "  %a = bf16[4096,512]{1,0} parameter(0)\n  %b = bf16[1024,512]{1,0} parameter(1)\n"
+        "  ROOT %f = (bf16[1024,256]{1,0}, s8[4096]{0}) fusion(%a, %b), kind=kCustom, calls=%fused",
+        GPU,
+        fused=fused,
+    )
+    assert told.kind == "matmul"
+    expected = Matmul(m=1024, k=512, n=256, dtype="bfloat16")
+    assert told.seconds == pytest.approx(matmul_s(expected, GPU))
+
+
 def test_a_fusion_around_a_dot_is_a_matmul() -> None:
     fused = """%fused {
   %p = f32[128,512]{1,0} parameter(0)
