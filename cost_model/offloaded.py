@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from cost_model.axis import Axis
@@ -121,39 +122,7 @@ def offloaded_estimate(
         "reduce_scatter": axis.all_reduce_s if summed_whole else axis.reduce_scatter_s,
     }[collective]
     hop_s = whole_s(moved_bytes / pieces)
-
-    def copied_s(size: float, slowness: float = 1.0) -> float:
-        return slowness * 2 * size / hardware.hbm_bytes_per_s
-
-    results_bytes = sum(matmul.result_bytes for matmul in matmuls)
-    if collective == "reduce_scatter":
-        results_bytes /= axis.size
-    before_s = after_s = place_s = 0.0
-    added_bytes = min(1.0, 2 / pieces) * moved_bytes - moved_bytes
-    cut_s = 0.0
-    if not gathers:
-        piece_bytes = results_bytes / pieces
-        place_s = hardware.copy_overhead_s + (
-            copied_sum_s(piece_bytes, dtype_bytes(matmuls[0].result_dtype), axis)
-            if collective == "all_reduce"
-            else copied_s(piece_bytes)
-        )
-        cut_s = hardware.copy_overhead_s if across else 0.0
-        if hardware.lone_matmuls:
-            cut_s = hardware.copy_overhead_s + copied_s(_cut_bytes(piece, matmuls))
-            place_s, after_s = 0.0, hardware.copy_overhead_s + copied_s(results_bytes)
-    elif across:
-        before_s = copied_s(moved_bytes / axis.size, CUTTING if hardware.network == "torus" else 1.0)
-        added_bytes += moved_bytes / axis.size
-        plain = all(m.batch == 1 and not m.lhs_dtype and not m.rhs_dtype for m in matmuls)
-        if not (plain and hardware.places_strips):
-            after_s = copied_s(results_bytes)
-            added_bytes += results_bytes
-    else:
-        place_s = copied_s(results_bytes / pieces)
-        if hardware.lone_matmuls:
-            place_s += len(matmuls) * hardware.copy_overhead_s
-        added_bytes += results_bytes / pieces
+    copies = _copies(collective, pieces, across, moved_bytes, matmuls, piece, axis)
     sent = _sent_side(piece[0], matmuls[0]) if gathers else None
     first_s = wholes_s(piece, hardware, hop_s if gathers else 0.0, sent)
     priced = in_turn_estimate(
@@ -161,18 +130,90 @@ def offloaded_estimate(
         dot_s=as_written.dot_s,
         collective_s=as_written.collective_s,
         own_s=0.0,
-        pieces_s=[cut_s + first_s, *[cut_s + wholes_s(piece, hardware, hop_s, sent)] * (pieces - 1)],
+        pieces_s=[
+            copies.cut_s + first_s,
+            *[copies.cut_s + wholes_s(piece, hardware, hop_s, sent)] * (pieces - 1),
+        ],
         hops_s=[hop_s] * pieces,
         latency_s=pieces * whole_s(0.0),
         hardware=hardware,
-        before_s=before_s,
-        placing_s=[place_s] * pieces,
-        after_s=after_s,
-        added_bytes=added_bytes,
+        before_s=copies.before_s,
+        placing_s=[copies.place_s] * pieces,
+        after_s=copies.after_s,
+        added_bytes=copies.added_bytes,
     )
     if gathers and not across and len(matmuls) > MOST_DOTS and not hardware.lone_matmuls:
         return dataclasses.replace(priced, overlapped_s=LATE * priced.overlapped_s)
     return priced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copies:
+    """What is copied beside the dots and the collectives.
+
+    Attributes:
+      added_bytes: of temporary memory, more than the collective needs as written.
+      before_s: before the first collective.
+      cut_s: before each piece's dots.
+      place_s: after them, or when what became of their result is there.
+      after_s: when all else is done.
+    """
+
+    added_bytes: float
+    before_s: float = 0.0
+    cut_s: float = 0.0
+    place_s: float = 0.0
+    after_s: float = 0.0
+
+
+def _copies(
+    collective: Offloaded,
+    pieces: int,
+    across: bool,
+    moved_bytes: float,
+    matmuls: tuple[Matmul, ...],
+    piece: tuple[Matmul, ...],
+    axis: Axis,
+) -> _Copies:
+    """The copies of pieces that go one after the other. Arguments as of `offloaded_estimate`."""
+    hardware = axis.hardware
+
+    def copied_s(size: float, slowness: float = 1.0) -> float:
+        return slowness * 2 * size / hardware.hbm_bytes_per_s
+
+    results_bytes = sum(matmul.result_bytes for matmul in matmuls)
+    if collective == "reduce_scatter":
+        results_bytes /= axis.size
+    held_bytes = min(1.0, 2 / pieces) * moved_bytes
+    added_bytes = held_bytes - moved_bytes
+    overhead_s = hardware.copy_overhead_s
+    if collective != "all_gather" and hardware.lone_matmuls:
+        # A GPU's all_reduce adds up in place.
+        added_bytes = held_bytes + results_bytes if collective == "all_reduce" else added_bytes
+        return _Copies(
+            added_bytes=added_bytes,
+            cut_s=overhead_s + copied_s(_cut_bytes(piece, matmuls)),
+            after_s=overhead_s + copied_s(results_bytes),
+        )
+    if collective == "all_reduce":
+        width = dtype_bytes(matmuls[0].result_dtype)
+        place_s = overhead_s + copied_sum_s(results_bytes / pieces, width, axis)
+        return _Copies(added_bytes=added_bytes, cut_s=overhead_s if across else 0.0, place_s=place_s)
+    if collective == "reduce_scatter":
+        place_s = overhead_s + copied_s(results_bytes / pieces)
+        return _Copies(added_bytes=added_bytes, cut_s=overhead_s if across else 0.0, place_s=place_s)
+    if not across:
+        started_s = len(matmuls) * overhead_s if hardware.lone_matmuls else 0.0
+        place_s = started_s + copied_s(results_bytes / pieces)
+        return _Copies(added_bytes=added_bytes + results_bytes / pieces, place_s=place_s)
+    before_s = copied_s(moved_bytes / axis.size, CUTTING if hardware.network == "torus" else 1.0)
+    added_bytes += moved_bytes / axis.size
+    plain = all(m.batch == 1 and not m.lhs_dtype and not m.rhs_dtype for m in matmuls)
+    if plain and hardware.places_strips:
+        return _Copies(added_bytes=added_bytes, before_s=before_s)
+    return _Copies(
+        added_bytes=added_bytes + results_bytes, before_s=before_s, after_s=copied_s(results_bytes)
+    )
 
 
 def _cut_bytes(piece: tuple[Matmul, ...], matmuls: tuple[Matmul, ...]) -> float:

@@ -53,7 +53,6 @@ class MeshPrograms:
 
     def matmul(self, matmul: Matmul) -> Run:
         """See `Programs`."""
-
         in_turn = QUEUED if self.mesh.devices.flat[0].platform == "gpu" else 1
 
         def loop(count: int, x: Any, w: Any) -> Any:

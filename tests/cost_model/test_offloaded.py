@@ -44,6 +44,15 @@ def test_pieces_of_a_sum_on_a_gpu_by_hand() -> None:
     assert found.overlapped_s == pytest.approx(dots_s + hop_s + together_s)
 
 
+def test_a_gpus_all_reduce_in_pieces_needs_memory_that_the_whole_does_not() -> None:
+    """It adds up in place, and so a table does not propose it."""
+    chain = chain_of("dot_psum", 16384, 8192, 8192)
+    assert all(form.route == "ring" for form in forms(chain, Axis(H100, 8)))
+    asked = Axis(dataclasses.replace(H100, offloaded=("all_reduce",)), 8)
+    found = [price(chain, form, asked) for form in forms(chain, asked) if form.route == "all_reduce"]
+    assert found and all(priced.added_bytes > 0 for priced in found)
+
+
 def test_a_gpu_reduces_and_scatters_integers_as_others() -> None:
     assert sums_whole("int32", AXIS) and not sums_whole("int32", Axis(H100, 8))
 
