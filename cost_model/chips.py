@@ -27,9 +27,10 @@ On a full pod of v5e, 16x16 chips, the TPU compiler starts no permute ahead, nei
 own windowed einsum (libtpu of jax 0.12; on 8x16 chips, and on pods of the others, it does).
 
 What a ring must be predicted to gain: on an H100 rings computed for up to 10 % longer than priced, half of
-them for 5 %. Of the random chains of `bench/decisions.py`, rings of v4, v5p and 7x were further off than those
-of v5e and v6e. In programs of several chains, of those MLPs in which a ring was predicted to gain 5 to 8 % none
-took longer with it; of less, one took 4 % longer. On v4 three layers with a backward pass did, by 2 %.
+them for 5 %. Of the random chains of `bench/decisions.py`, rings of v4, v5p and 7x were further off than
+those of v5e and v6e. In programs of several chains, of those MLPs in which a ring was predicted to gain 5 to
+8 % none took longer with it; of less, one took 4 % longer. On v4 three layers with a backward pass did, by
+2 %.
 """
 
 from cost_model.hardware import Hardware
