@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-others lint pytest format bench bench-matmul bench-tpu bench-gpu bench-rolled bench-decisions clean
+.PHONY: help demo test test-all test-others lint pytest format bench bench-matmul bench-tpu bench-gpu bench-rolled bench-decisions bench-nets clean
 MAKEFLAGS += --no-print-directory
 SHELL := /bin/sh
 export PYTHON
@@ -62,6 +62,9 @@ bench-rolled: ## compile times and hops of rolled rings on 16 to 256 devices, by
 
 bench-decisions: ## judges the cost model's decisions on random chains by the TPU compiler (an hour or two)
 	@$(ready) && "$$python" -m bench.decisions $(BENCH_ARGS)
+
+bench-nets: ## random MLPs of several layers, with and without gradients, by the TPU compiler (an hour)
+	@$(ready) && "$$python" -m bench.nets $(BENCH_ARGS)
 
 bench-gpu: ## compares schedules by the GPU compiler, in an environment of its own; needs no GPU
 	@python=$$($(PAIRS) gpu) && "$$python" -m bench.gpu_schedules $(BENCH_ARGS)

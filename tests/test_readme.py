@@ -41,7 +41,7 @@ def test_what_it_costs_is_tabled_with_the_figures_of_the_last_run() -> None:
 
 def summary() -> dict[str, tuple[str, str]]:
     """The first table's results and their kinds, by the name of the run that they are from."""
-    programs, matmuls, overhead, gpu, steps_of_gpu, rolled, tpu, rings, network, decisions = (
+    programs, matmuls, overhead, gpu, steps_of_gpu, rolled, tpu, nets, rings, network, decisions = (
         json.loads((RESULTS / f"{name}.json").read_text())
         for name in (
             "programs",
@@ -51,6 +51,7 @@ def summary() -> dict[str, tuple[str, str]]:
             "gpu_steps",
             "rolled_rings",
             "tpu_schedules",
+            "nets",
             "ring_model",
             "network",
             "decisions",
@@ -117,6 +118,11 @@ def summary() -> dict[str, tuple[str, str]]:
             )
             for version in ("auto", "verify")
         },
+        "nets": (
+            f"×{nets['summary']['time']:.2f} (slowest ×{nets['summary']['slowest']:.2f}), "
+            f"memory ×{nets['summary']['memory']:.2f}",
+            "modelled",
+        ),
         "ring_model, hidden": (f"{rings['hidden']['all']['hidden']:.0%} of the limit", "modelled"),
         "ring_model": (f"median error {rings['errors']['rings, all']['median']:.1%}", "modelled"),
         "decisions": (
