@@ -16,7 +16,7 @@ from typing import Final
 from cost_model.axis import Axis
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
-from cost_model.matmul import matmul_s
+from cost_model.matmul import Matmul, matmul_s
 from cost_model.on_chip import side_bytes, wholes_s
 from cost_model.ring_copies import adding_s, copies_s, cutting_s, entering_s
 from cost_model.ring_on_chip import OnChip, on_chip, sum_near, sums_stay
@@ -229,7 +229,16 @@ def _as_written_s(work: RingWork, axis: Axis) -> tuple[float, float]:
         whole_s = axis.all_gather_s if gathered else axis.reduce_scatter_s
     collective_s = whole_s(axis.size * work.collective_shard_bytes)
     sent = sent_side(work, axis.size, *work.pairs[0]) if gathered and work.pairs else None
-    return wholes_s(work.matmuls, axis.hardware, collective_s if gathered else 0.0, sent), collective_s
+    dots_s = wholes_s(work.matmuls, axis.hardware, collective_s if gathered else 0.0, sent)
+    return dots_s + (0.0 if gathered else _summing_s(work.matmuls, axis.hardware)), collective_s
+
+
+def _summing_s(matmuls: tuple[Matmul, ...], hardware: Hardware) -> float:
+    """What it takes all dots of a sum but the first to read the sum of those before, as written."""
+    return sum(
+        matmul_s(matmul, hardware, accumulator=matmul.result_dtype) - matmul_s(matmul, hardware)
+        for matmul in matmuls[1:]
+    )
 
 
 def _added_bytes(work: RingWork, axis: Axis) -> float:

@@ -238,10 +238,9 @@ class Costs:
         known = self._contents.get(called)
         if known is None:
             computation = self._module.computation(called)
-            inside = [(i.opcode, i) for i in computation.instructions if i.opcode not in FREE]
-            found = [self._doing(i) for _, i in inside if i.shape.elements or i.shape.bytes > TINY_BYTES] or [
-                ("compute", opcode) for opcode, _ in inside[-1:]
-            ]
+            inside = [i for i in computation.instructions if i.opcode not in FREE]
+            large = [i for i in inside if i.shape.elements or i.shape.bytes > TINY_BYTES]
+            found = [self._doing(i) for i in large] or [("compute", i.opcode) for i in inside[-1:]]
             matmuls = [does for kind, does in found if kind == "matmul"]
             computes = [does for kind, does in found if kind == "compute"]
             if matmuls:

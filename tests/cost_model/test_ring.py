@@ -493,6 +493,19 @@ def test_kernels_beside_a_librarys_matmuls_add_partial_sums_up() -> None:
     assert alone.partials_s - plain.partials_s == pytest.approx(3 * 1e-3)
 
 
+def test_as_written_each_dot_of_a_sum_but_the_first_reads_the_sum_so_far() -> None:
+    one = _scatter(4000, 500, 1000, 4)
+    three = dataclasses.replace(one, matmuls=one.matmuls * 3, piece=one.piece * 3)
+    plain = dataclasses.replace(_PLAIN, on_chip_bytes=1.0)
+    alone, summed = (estimate(work, Axis(plain, 4)) for work in (one, three))
+    # 4000 × 1000 sums in bfloat16.
+    first_s = alone.dot_s - matmul_s(one.matmuls[0], plain)
+    assert summed.dot_s == pytest.approx(first_s + 3 * matmul_s(one.matmuls[0], plain) + 2 * 8e-3)
+    gathered = dataclasses.replace(_gather(4000, 500, 1000, 4))
+    two = dataclasses.replace(gathered, matmuls=gathered.matmuls * 2, piece=gathered.piece * 2)
+    assert estimate(two, Axis(plain, 4)).dot_s < 2 * estimate(gathered, Axis(plain, 4)).dot_s + 1e-9
+
+
 def test_a_block_that_was_cut_out_is_on_chip_if_it_fits_there() -> None:
     whole = Matmul(m=8000, k=500, n=1000)
     work = _scatter(8000, 500, 1000, 4, 2, fused=False)
