@@ -25,12 +25,13 @@ from typing import Any, Final
 import jax
 from jax.sharding import Mesh
 
+from bench.quantile import quantile
 from bench.schedules.run import RESULTS, versions, write
 from bench.schedules.tables import table
 from cost_model import Hardware, Matmul, matmul_s
 from cost_model.calibration import Calibration, base_hardware
 from overlap.calibrate_programs import MeshPrograms
-from overlap.calibration import calibrate, timings
+from overlap.calibration import calibrate, repeats, timings
 
 NAME: Final = "gpu_matmuls"
 SEED: Final = 20261126
@@ -41,7 +42,6 @@ LARGEST: Final = 5e12
 
 ROUNDS: Final = 9
 TARGET_S: Final = 1e-2
-MOST_REPEATS: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,13 +104,7 @@ def timed(matmuls: Sequence[Matmul]) -> list[Timed]:
     programs = MeshPrograms(Mesh([device], ("x",)))
     base = base_hardware(device.device_kind, device.platform)
     each = list(dict.fromkeys([*matmuls, *map(piece, matmuls)]))
-    cases = {
-        matmul: (
-            programs.matmul(matmul),
-            max(1, min(MOST_REPEATS, round(TARGET_S / matmul_s(matmul, base)))),
-        )
-        for matmul in each
-    }
+    cases = {matmul: (programs.matmul(matmul), repeats(matmul_s(matmul, base), TARGET_S)) for matmul in each}
     found = timings(cases, ROUNDS, time.perf_counter, lambda: None)
     return [
         Timed(
@@ -135,11 +129,11 @@ def judged(times: Sequence[Timed], hardware: Hardware) -> dict[str, dict[str, An
 
 
 def _summary(errors: Sequence[float]) -> dict[str, float]:
-    sizes = sorted(map(abs, errors))
+    sizes = list(map(abs, errors))
     return {
         "count": len(sizes),
         "median": round(statistics.median(sizes), 4),
-        "p95": round(sizes[math.ceil(0.95 * len(sizes)) - 1], 4),
+        "p95": round(quantile(sizes, 0.95), 4),
         "bias": round(statistics.median(errors), 4),
     }
 

@@ -38,6 +38,7 @@ if __name__ in ("__main__", "__mp_main__"):
 
 from bench import matmul_samples
 from bench.matmul_samples import TOPOLOGIES, Sample, Set, hardware_of
+from bench.quantile import quantile
 from cost_model import Hardware, Matmul, matmul_s
 from cost_model.matmul_table import FOLDER, SCHEMA, MatmulTable
 
@@ -269,7 +270,7 @@ def write_table(chip: str, table: MatmulTable, samples: Sequence[Sample]) -> Non
                 b"".join(_path(chip, of).read_bytes() for of in FITTED)
             ).hexdigest(),
             "median_error": round(statistics.median(errors), 4),
-            "p95_error": round(_quantile(errors, 0.95), 4),
+            "p95_error": round(quantile(errors, 0.95), 4),
         },
         "rates": _rounded({name: getattr(table, name) for name in MatmulTable.__dataclass_fields__}),
     }
@@ -350,15 +351,10 @@ def _summary(errors: Sequence[float]) -> dict[str, Any]:
     return {
         "count": len(sizes),
         "median": round(statistics.median(sizes), 4),
-        "p95": round(_quantile(sizes, 0.95), 4),
+        "p95": round(quantile(sizes, 0.95), 4),
         "largest": round(max(sizes), 4),
         "bias": round(statistics.fmean(errors), 4),
     }
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    """The least value that so many of the values do not exceed."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def _rounded(value: Any) -> Any:

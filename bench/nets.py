@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import random
 import re
 import statistics
@@ -24,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from bench.quantile import quantile
 from bench.schedules import command, grid, measure, programs, run, workers
 from bench.schedules.case import SLICES, TOKENS, WIDTHS, Case
 from bench.schedules.programs import Problem
@@ -201,7 +201,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     found = [each for each in rows if each.rewritten and not each.error]
     if not found:
         return {"nets": len(rows), "rewritten": 0}
-    off = sorted(abs(each.off) for each in found)
+    off = [abs(each.off) for each in found]
     return {
         "nets": len(rows),
         "rewritten": len(found),
@@ -212,7 +212,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
         "most_memory": round(max(each.memory for each in found), 4),
         "more_memory": [each.name for each in found if each.auto_bytes > each.original_bytes],
         "off_median": round(statistics.median(off), 4),
-        "off_p90": round(off[math.ceil(0.9 * len(off)) - 1], 4),
+        "off_p90": round(quantile(off, 0.9), 4),
     }
 
 

@@ -86,17 +86,33 @@ def in_words(collective: Offloaded, pieces: int, *, across: bool) -> str:
     return f"{said}, cut across" if across else said
 
 
-def offloaded_estimate(
-    collective: Offloaded,
-    pieces: int,
-    *,
-    across: bool,
-    moved_bytes: float,
-    matmuls: tuple[Matmul, ...],
-    piece: tuple[Matmul, ...],
-    as_written: Estimate,
-    axis: Axis,
-) -> Estimate:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InTurn:
+    """Pieces of a collective that go one after the other.
+
+    Attributes:
+      collective: by which pieces go.
+      pieces: how many.
+      across: whether they are strips along another dim than the gathered one, or a psum's columns.
+      moved_bytes: of the whole array.
+      matmuls: the dots.
+      piece: one piece of each.
+    """
+
+    collective: Offloaded
+    pieces: int
+    across: bool
+    moved_bytes: float
+    matmuls: tuple[Matmul, ...]
+    piece: tuple[Matmul, ...]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it is an all_gather, that comes before the dots."""
+        return self.collective == "all_gather"
+
+
+def offloaded_estimate(work: InTurn, as_written: Estimate, axis: Axis) -> Estimate:
     """Prices pieces that go one after the other.
 
     Strips of what is gathered are cut out before, and the results of their dots put together after, where the
@@ -105,26 +121,21 @@ def offloaded_estimate(
     an operand is copied for it, and all pieces are put together at the end.
 
     Args:
-      collective: by which pieces go.
-      pieces: how many.
-      across: whether they are strips along another dim than the gathered one, or a psum's columns.
-      moved_bytes: of the whole array.
-      matmuls: the dots.
-      piece: one piece of each.
+      work: the pieces.
       as_written: a price of the chain, for its times as it stands.
       axis: the devices.
     """
-    hardware, gathers = axis.hardware, collective == "all_gather"
-    summed_whole = sums_whole(matmuls[0].result_dtype, axis)
+    hardware, gathers, pieces = axis.hardware, work.gathers, work.pieces
+    summed_whole = sums_whole(work.matmuls[0].result_dtype, axis)
     whole_s = {
         "all_gather": axis.all_gather_s,
         "all_reduce": axis.all_reduce_s,
         "reduce_scatter": axis.all_reduce_s if summed_whole else axis.reduce_scatter_s,
-    }[collective]
-    hop_s = whole_s(moved_bytes / pieces)
-    copies = _copies(collective, pieces, across, moved_bytes, matmuls, piece, axis)
-    sent = _sent_side(piece[0], matmuls[0]) if gathers else None
-    first_s = wholes_s(piece, hardware, hop_s if gathers else 0.0, sent)
+    }[work.collective]
+    hop_s = whole_s(work.moved_bytes / pieces)
+    copies = _copies(work, axis)
+    sent = _sent_side(work.piece[0], work.matmuls[0]) if gathers else None
+    first_s = wholes_s(work.piece, hardware, hop_s if gathers else 0.0, sent)
     priced = in_turn_estimate(
         "gather" if gathers else "psum",
         dot_s=as_written.dot_s,
@@ -132,7 +143,7 @@ def offloaded_estimate(
         own_s=0.0,
         pieces_s=[
             copies.cut_s + first_s,
-            *[copies.cut_s + wholes_s(piece, hardware, hop_s, sent)] * (pieces - 1),
+            *[copies.cut_s + wholes_s(work.piece, hardware, hop_s, sent)] * (pieces - 1),
         ],
         hops_s=[hop_s] * pieces,
         latency_s=pieces * whole_s(0.0),
@@ -142,7 +153,7 @@ def offloaded_estimate(
         after_s=copies.after_s,
         added_bytes=copies.added_bytes,
     )
-    if gathers and not across and len(matmuls) > MOST_DOTS and not hardware.lone_matmuls:
+    if gathers and not work.across and len(work.matmuls) > MOST_DOTS and not hardware.lone_matmuls:
         return dataclasses.replace(priced, overlapped_s=LATE * priced.overlapped_s)
     return priced
 
@@ -166,49 +177,46 @@ class _Copies:
     after_s: float = 0.0
 
 
-def _copies(
-    collective: Offloaded,
-    pieces: int,
-    across: bool,
-    moved_bytes: float,
-    matmuls: tuple[Matmul, ...],
-    piece: tuple[Matmul, ...],
-    axis: Axis,
-) -> _Copies:
-    """The copies of pieces that go one after the other. Arguments as of `offloaded_estimate`."""
+def _copies(work: InTurn, axis: Axis) -> _Copies:
+    """The copies of pieces that go one after the other."""
     hardware = axis.hardware
 
     def copied_s(size: float, slowness: float = 1.0) -> float:
         return slowness * 2 * size / hardware.hbm_bytes_per_s
 
-    results_bytes = sum(matmul.result_bytes for matmul in matmuls)
-    if collective == "reduce_scatter":
+    results_bytes = sum(matmul.result_bytes for matmul in work.matmuls)
+    if work.collective == "reduce_scatter":
         results_bytes /= axis.size
-    held_bytes = min(1.0, 2 / pieces) * moved_bytes
-    added_bytes = held_bytes - moved_bytes
+    held_bytes = min(1.0, 2 / work.pieces) * work.moved_bytes
+    added_bytes = held_bytes - work.moved_bytes
     overhead_s = hardware.copy_overhead_s
-    if collective != "all_gather" and hardware.lone_matmuls:
+    if not work.gathers and hardware.lone_matmuls:
         # A GPU's all_reduce adds up in place.
-        added_bytes = held_bytes + results_bytes if collective == "all_reduce" else added_bytes
+        added_bytes = held_bytes + results_bytes if work.collective == "all_reduce" else added_bytes
         return _Copies(
             added_bytes=added_bytes,
-            cut_s=overhead_s + copied_s(_cut_bytes(piece, matmuls)),
+            cut_s=overhead_s + copied_s(_cut_bytes(work.piece, work.matmuls)),
             after_s=overhead_s + copied_s(results_bytes),
         )
-    if collective == "all_reduce":
-        width = dtype_bytes(matmuls[0].result_dtype)
-        place_s = overhead_s + copied_sum_s(results_bytes / pieces, width, axis)
-        return _Copies(added_bytes=added_bytes, cut_s=overhead_s if across else 0.0, place_s=place_s)
-    if collective == "reduce_scatter":
-        place_s = overhead_s + copied_s(results_bytes / pieces)
-        return _Copies(added_bytes=added_bytes, cut_s=overhead_s if across else 0.0, place_s=place_s)
-    if not across:
-        started_s = len(matmuls) * overhead_s if hardware.lone_matmuls else 0.0
-        place_s = started_s + copied_s(results_bytes / pieces)
-        return _Copies(added_bytes=added_bytes + results_bytes / pieces, place_s=place_s)
-    before_s = copied_s(moved_bytes / axis.size, CUTTING if hardware.network == "torus" else 1.0)
-    added_bytes += moved_bytes / axis.size
-    plain = all(m.batch == 1 and not m.lhs_dtype and not m.rhs_dtype for m in matmuls)
+    if not work.gathers:
+        piece_bytes = results_bytes / work.pieces
+        place_s = (
+            copied_sum_s(piece_bytes, dtype_bytes(work.matmuls[0].result_dtype), axis)
+            if work.collective == "all_reduce"
+            else copied_s(piece_bytes)
+        )
+        return _Copies(
+            added_bytes=added_bytes,
+            cut_s=overhead_s if work.across else 0.0,
+            place_s=overhead_s + place_s,
+        )
+    if not work.across:
+        started_s = len(work.matmuls) * overhead_s if hardware.lone_matmuls else 0.0
+        place_s = started_s + copied_s(results_bytes / work.pieces)
+        return _Copies(added_bytes=added_bytes + results_bytes / work.pieces, place_s=place_s)
+    before_s = copied_s(work.moved_bytes / axis.size, CUTTING if hardware.network == "torus" else 1.0)
+    added_bytes += work.moved_bytes / axis.size
+    plain = all(m.batch == 1 and not m.lhs_dtype and not m.rhs_dtype for m in work.matmuls)
     if plain and hardware.places_strips:
         return _Copies(added_bytes=added_bytes, before_s=before_s)
     return _Copies(

@@ -17,6 +17,7 @@ from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
 from cost_model.offloaded import (
     LEAST_ROWS,
+    InTurn,
     counts,
     hides_rows,
     in_words,
@@ -347,16 +348,15 @@ def _offloaded_price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
     """The price of pieces that go by collectives in turn."""
     assert form.route != "ring"
     dots = chain.multiplied(axis) if chain.gathers else chain.dots
-    return offloaded_estimate(
-        form.route,
-        form.chains,
+    work = InTurn(
+        collective=form.route,
+        pieces=form.chains,
         across=form.across,
         moved_bytes=_gathered_bytes(chain, axis) if chain.gathers else chain.moved_bytes,
         matmuls=tuple(dot.matmul for dot in dots),
         piece=piece_in_turn(chain, form, dots),
-        as_written=price(chain, Form(), axis),
-        axis=axis,
     )
+    return offloaded_estimate(work, price(chain, Form(), axis), axis)
 
 
 def piece_in_turn(chain: PlainChain, form: Form, dots: tuple[PlainDot, ...]) -> tuple[Matmul, ...]:

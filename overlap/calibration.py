@@ -272,7 +272,7 @@ class _Session:
 
     def _repeats(self, seconds: float) -> int:
         """How often a thing is done in one timed run. From figures that all processes have in common."""
-        return max(1, min(MOST_REPEATS, round(self.effort.target_s / seconds)))
+        return repeats(seconds, self.effort.target_s)
 
     def _timed(self, cases: Mapping[Key, tuple[Run, int]]) -> dict[Key, Timing]:
         """Times cases in turn, round by round; the same result in every process."""
@@ -294,6 +294,11 @@ _NAMES: Final = {"name", "device_kinds"}
 """Fields of `Hardware` that nobody measures."""
 
 
+def repeats(seconds: float, target_s: float) -> int:
+    """How often what takes so many seconds is done in one timed run that is to take `target_s`, about."""
+    return max(1, min(MOST_REPEATS, round(target_s / seconds)))
+
+
 def timings(
     cases: Mapping[Key, tuple[Run, int]], rounds: int, clock: Clock, tell: Callable[[], None]
 ) -> dict[Key, Timing]:
@@ -309,20 +314,20 @@ def timings(
       clock: seconds.
       tell: is called after each, and after each was tried out.
     """
-    for run, repeats in cases.values():
+    for run, more in cases.values():
         run(FEWEST)
-        run(FEWEST + repeats)
+        run(FEWEST + more)
         tell()
     times: dict[Key, list[float]] = {key: [] for key in cases}
     for _ in range(rounds):
-        for key, (run, repeats) in cases.items():
+        for key, (run, more) in cases.items():
             start = clock()
             run(FEWEST)
             middle = clock()
-            run(FEWEST + repeats)
+            run(FEWEST + more)
             end = clock()
-            once = ((end - middle) - (middle - start)) / repeats
-            times[key].append(once if once > 0 else (end - middle) / (FEWEST + repeats))
+            once = ((end - middle) - (middle - start)) / more
+            times[key].append(once if once > 0 else (end - middle) / (FEWEST + more))
             tell()
     return {key: Timing.of(of) for key, of in times.items()}
 

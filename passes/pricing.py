@@ -13,7 +13,7 @@ from typing import Final
 from cost_model import Axis, Estimate, Matmul, RingWork, estimate, exchange_estimate
 from cost_model.in_turn import in_turn_estimate
 from cost_model.matmul import matmul_s
-from cost_model.offloaded import offloaded_estimate, sums_whole
+from cost_model.offloaded import InTurn, offloaded_estimate, sums_whole
 from cost_model.pipeline import gather_after, pipeline_estimate
 from cost_model.ring_copies import between_tiles_bytes
 from cost_model.ring_work import NOTHING_BEFORE, Before
@@ -142,16 +142,15 @@ def _offloaded(
     cut = across(flow, inner) if schedule.across else None
     share, second = (part, None) if cut is None else (Fraction(1), (cut, part))
     assert schedule.route != "ring" and schedule.route != "exchange"
-    return offloaded_estimate(
-        schedule.route,
-        schedule.chains,
+    work = InTurn(
+        collective=schedule.route,
+        pieces=schedule.chains,
         across=schedule.across,
         moved_bytes=moved_bytes,
         matmuls=_matmuls(flow, inner, Fraction(1), rounded=rounded),
         piece=_matmuls(flow, inner, share, second, rounded),
-        as_written=as_written,
-        axis=axis,
     )
+    return offloaded_estimate(work, as_written, axis)
 
 
 WorkOf = Callable[[RingSchedule], RingWork]
