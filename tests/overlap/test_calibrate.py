@@ -34,7 +34,7 @@ TINY: Final = Effort(
     target_s=1e-4,
     matmuls=((8, 32, 32), (16, 64, 64), (64, 64, 128)),
     dtypes=("float32",),
-    copies=(2**12, 2**16),
+    copies=(2**12, 2**22),
     hops=(2**6, 2**10, 2**14),
 )
 
