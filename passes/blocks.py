@@ -61,6 +61,11 @@ def is_blockwise(primitive: str) -> bool:
     return primitive in _RULES
 
 
+def is_fusible(primitive: str) -> bool:
+    """Whether compilers may make it part of whatever reads its result: elementwise, or another form."""
+    return primitive in _FUSIBLE
+
+
 def blockwise(primitive: str, call: Call, side: int, dim: int, blocks: int) -> Blockwise | None:
     """How the equation acts on ``blocks`` blocks along ``dim`` of operand ``side`` (or of ``RESULT``).
 
@@ -215,12 +220,16 @@ _REDUCING = """
 reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin
 """
 _ELEMENTWISE = (
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp "
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz "
     "complex conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor "
-    "ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne "
-    "neg nextafter not or polygamma population_count pow pvary real reduce_precision "
-    "regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
+    "ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul mulhi "
+    "name ne neg nextafter not one_minus_square or polygamma population_count pow pvary real "
+    "reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor "
+)
+
+_FUSIBLE = frozenset(
+    (*_ELEMENTWISE.split(), "broadcast_in_dim", "reshape", "slice", "split", "squeeze", "transpose")
 )
 
 LONE = ("all_gather", "reduce_scatter")

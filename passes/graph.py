@@ -7,7 +7,7 @@ here, so that the finders see one flat program. The others stay calls.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -159,6 +159,22 @@ class Dataflow:
                 if effectful is not None:
                     yield effectful, index
                 effectful = index
+
+    def needs(self, ops: Iterable[int]) -> Mapping[int, int]:
+        """Which of some operations every live one needs a result of, where it does: bit n for the n-th."""
+        makes = {op: 1 << number for number, op in enumerate(ops)}
+        found: dict[int, int] = {}
+        carried: dict[int, int] = {}
+        for index, op in self.live.items():
+            needed = 0
+            for operand in op.inputs:
+                if isinstance(operand, int):
+                    needed |= carried.get(operand, 0)
+            if needed:
+                found[index] = needed
+            if needed := needed | makes.get(index, 0):
+                carried.update(dict.fromkeys(op.outputs, needed))
+        return found
 
     def before(self, index: int) -> Iterator[int]:
         """The operations that make what an operation reads, once per operand."""

@@ -15,8 +15,10 @@ from cost_model import Hardware
 from passes import shims
 from passes.collective import Collective
 from passes.decide import Decision, Policy, TryOut, Unit, decide, program_order
+from passes.emit import Ring
 from passes.epilogue import with_epilogues
 from passes.graph import COLLECTIVES, Dataflow, Op, dataflow
+from passes.made_again import MadeAgain, fuses, made_again, read_by_rings
 from passes.match import match_dataflow
 from passes.network import Network
 from passes.reasons import Code, Reason
@@ -99,6 +101,53 @@ class Plan:
     def bodies_of(self, index: int) -> tuple[Plan, ...]:
         """The plans of the replaceable bodies of one operation."""
         return tuple(body for plans in self.bodies.get(index, {}).values() for body in plans)
+
+    @cached_property
+    def rings(self) -> tuple[Ring, ...]:
+        """The rings, in program order."""
+        return tuple(d.ring for d in self.decisions if d.rewritten and d.ring is not None)
+
+    def made_again(self, later: Set[int]) -> MadeAgain:
+        """What is made twice rather than kept.
+
+        Args:
+          later: positions of results that are read only after it, and not by a ring.
+        """
+        if self.network is None or not self.network.leaves_for_last or self.flow.differentiable:
+            return MadeAgain()
+        results = {value for position in later if isinstance(value := self.flow.outputs[position], int)}
+        return made_again(self.flow, [ring.chain for ring in self.rings], results)
+
+    def read_later(self, index: int) -> frozenset[int]:
+        """Positions of an operation's results that other operations read, none of them as a whole."""
+        results = enumerate(self.flow.ops[index].outputs)
+        users = self.flow.users
+        return frozenset(
+            position
+            for position, value in results
+            if users[value] and not any(user < 0 or self._reads_whole(user, value) for user in users[value])
+        )
+
+    def _reads_whole(self, index: int, value: int) -> bool:
+        """Whether an operation needs a value as a whole, as a loop does, and a ring."""
+        op = self.flow.ops[index]
+        if fuses(self.flow, index):
+            return False
+        if index not in self.bodies or op.name in _LOOPS:
+            return True
+        for body in self.bodies_of(index):
+            # The first operand of a conditional chooses the branch; else operands and arguments correspond.
+            operands = op.inputs[len(op.inputs) - len(body.flow.inputs) :]
+            for argument in (a for o, a in zip(operands, body.flow.inputs, strict=True) if o == value):
+                users = [user for user in body.flow.users[argument] if user >= 0]
+                if argument in body.read_by_rings or any(body._reads_whole(user, argument) for user in users):
+                    return True
+        return False
+
+    @cached_property
+    def read_by_rings(self) -> frozenset[int]:
+        """The values from elsewhere that rings read."""
+        return read_by_rings(self.flow, [ring.chain for ring in self.rings])
 
     @cached_property
     def changes(self) -> bool:

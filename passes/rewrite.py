@@ -18,6 +18,7 @@ from passes.emit import Ring, emit_ring
 from passes.gather_ring import emit_shard_reduction, own_block
 from passes.graph import Dataflow, Literal, Op, Operand
 from passes.hops import PlacesOf
+from passes.made_again import MadeAgain
 from passes.plan import BODIES, Plan
 
 
@@ -44,15 +45,20 @@ class _Rewriter:
     def __init__(self) -> None:
         self.traced: dict[Plan, Any] = {}
 
-    def run(self, plan: Plan, arguments: Sequence[Any]) -> list[Any]:
+    def run(self, plan: Plan, arguments: Sequence[Any], later: frozenset[int] = frozenset()) -> list[Any]:
+        """Evaluates a plan; ``later`` are the positions of results that may be made again."""
         flow = plan.flow
         env: dict[int, Any] = {**flow.constants, **dict(zip(flow.inputs, arguments, strict=True))}
         places = PlacesOf()
         remaining = [len(users) for users in flow.users]
+        twice = plan.made_again(later)
+        for value in twice.read:
+            remaining[value] += 1
 
         def read(operand: Operand) -> Any:
             return operand.val if isinstance(operand, Literal) else env[operand]
 
+        again = _Again(flow, twice, read)
         for unit in plan.order:
             if not isinstance(unit, int):
                 if isinstance(unit, Ring):
@@ -60,7 +66,7 @@ class _Rewriter:
                 env.update(_emit(flow, unit, read, places))
                 continue
             op = flow.ops[unit]
-            values = list(map(read, op.inputs))
+            values = list(map(again.read if unit in twice.readers else read, op.inputs))
             if unit in plan.held:
                 values[0] = self._held_back(plan, unit, values[0], places)
             with shims.equation_scope(op.eqn, op.scope):
@@ -71,7 +77,7 @@ class _Rewriter:
                     remaining[operand] -= 1
                     if not remaining[operand]:
                         del env[operand]
-        return list(map(read, flow.outputs))
+        return [again.read(o) if o in twice.results else read(o) for o in flow.outputs]
 
     def _held_back(self, plan: Plan, unit: int, value: Any, places: PlacesOf) -> Any:
         """An operand of an operation, once a ring has made what it sends last."""
@@ -87,16 +93,14 @@ class _Rewriter:
         params = op.params
         if any(body.changes for body in plan.bodies_of(index)):
             if op.name == "shard_map":
-                return self._shard_map(op, bodies["jaxpr"][0], values)
+                return self._shard_map(op, bodies["jaxpr"][0], values, plan.read_later(index))
             params = {**params, **{name: self._body(op, name, plans) for name, plans in bodies.items()}}
-        primitive = op.eqn.primitive
-        results = primitive.bind(*values, **primitive.get_bind_params(params))
-        return results if primitive.multiple_results else (results,)  # type: ignore[no-any-return]
+        return _bound(op, values, params)
 
-    def _shard_map(self, op: Op, body: Plan, values: list[Any]) -> Sequence[Any]:
+    def _shard_map(self, op: Op, body: Plan, values: list[Any], later: frozenset[int]) -> Sequence[Any]:
         params = op.params
         mapped: Any = jax.shard_map(
-            lambda *shards: tuple(self.run(body, shards)),
+            lambda *shards: tuple(self.run(body, shards, later)),
             mesh=params["mesh"],
             in_specs=tuple(params["in_specs"]),
             out_specs=tuple(params["out_specs"]),
@@ -123,6 +127,33 @@ class _Rewriter:
                 raise RewriteError(f"in {plan.path}: results are {closed.out_avals}, not {wanted}")
             self.traced[plan] = shims.like(original, closed)
         return self.traced[plan]
+
+
+class _Again:
+    """Makes values again as they are first asked for."""
+
+    def __init__(self, flow: Dataflow, twice: MadeAgain, read: Read) -> None:
+        self._flow, self._twice, self._read = flow, twice, read
+        self._made: dict[int, Any] = {}
+
+    def read(self, operand: Operand) -> Any:
+        """A value made again; as it is, if it is not to be."""
+        if not isinstance(operand, int):
+            return self._read(operand)
+        if operand not in self._made and operand in self._twice.roots:
+            self._made[operand] = lax.optimization_barrier(self._read(operand))
+        elif operand not in self._made and operand in self._twice.makers:
+            op = self._flow.ops[self._twice.makers[operand]]
+            values = list(map(self.read, op.inputs))
+            with shims.equation_scope(op.eqn, op.scope):
+                self._made.update(zip(op.outputs, _bound(op, values, op.params), strict=True))
+        return self._made[operand] if operand in self._made else self._read(operand)
+
+
+def _bound(op: Op, values: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
+    primitive = op.eqn.primitive
+    results = primitive.bind(*values, **primitive.get_bind_params(params))
+    return results if primitive.multiple_results else (results,)  # type: ignore[no-any-return]
 
 
 def _waiting(plan: Plan, ring: Ring, env: Mapping[int, Any]) -> dict[int, Any]:

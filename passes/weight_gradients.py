@@ -83,19 +83,8 @@ def _needed(flow: Dataflow, sums: Sequence[Collective], dots: Set[int]) -> Mappi
     """The sums that each dot needs: bit n of its number says so of sum n."""
     if not sums or not dots:
         return {}
-    makes = {collective.op: 1 << number for number, collective in enumerate(sums)}
-    found: dict[int, int] = {}
-    needs: dict[int, int] = {}
-    for index, op in flow.live.items():
-        needed = 0
-        for operand in op.inputs:
-            if isinstance(operand, int):
-                needed |= needs.get(operand, 0)
-        if index in dots:
-            found[index] = needed
-        if needed := needed | makes.get(index, 0):
-            needs.update(dict.fromkeys(op.outputs, needed))
-    return found
+    needed = flow.needs([collective.op for collective in sums])
+    return {index: needed.get(index, 0) for index in flow.live if index in dots}
 
 
 def _in_final_form(flow: Dataflow, dot: int) -> int:

@@ -1,0 +1,164 @@
+"""What a program with rings makes twice rather than keep it, on TPUs: activations, for the backward pass.
+
+A ring of a sum reads an activation block by block, so that it has to be there as a whole. The backward pass
+reads it as well, and factors of its derivative: made along with the activation, all of them would be kept.
+As written, compilers keep what they are made of, and make them again within the operations that read them;
+they do so beside a ring if what they are made of goes through a barrier. What another ring reads is not made
+again, since it would have to be there as a whole again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Set
+
+from passes.blocks import is_blockwise, is_fusible
+from passes.chains import AllGatherDot, Chain, DotPsum
+from passes.graph import Dataflow
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MadeAgain:
+    """What is made again in a program, of what, and for whom.
+
+    Attributes:
+      makers: each value that can be made again, with the operation that makes it.
+      roots: what these values are made of, beside arguments and constants.
+      readers: the operations that read them made again.
+      results: the results of the program that are made again.
+      read: the values that they are made of, or of these and others.
+    """
+
+    makers: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    roots: frozenset[int] = frozenset()
+    readers: frozenset[int] = frozenset()
+    results: frozenset[int] = frozenset()
+    read: frozenset[int] = frozenset()
+
+
+def made_again(flow: Dataflow, chains: Iterable[Chain], later: Set[int]) -> MadeAgain:
+    """What the program makes again if these chains are rings.
+
+    For each ring of a sum: the values that its dots read in blocks, and others made of the same, as far as
+    only operations that need the ring's result read them. All of it if what is then kept has fewer bytes.
+
+    Args:
+      flow: the dataflow graph.
+      chains: those that become rings, in program order.
+      later: results of the program that are read only after it, and not by a ring.
+    """
+    chains = tuple(chains)
+    sums = [chain for chain in chains if not isinstance(chain, AllGatherDot)]
+    if not sums:
+        return MadeAgain()
+    members = {op: chain.collective.op for chain in chains for op in chain.members}
+    needs = flow.needs([chain.collective.op for chain in sums])
+    makers: dict[int, int] = {}
+    roots: set[int] = set()
+    readers: set[int] = set()
+    for number, chain in enumerate(sums):
+        late = functools.partial(_needs, needs, number)
+        found, of = _made_of(flow, _read_in_blocks(flow, chain), members)
+        if not found:
+            continue
+        _with_others(flow, found, of, members, late)
+        users = {v: [u for u in flow.users[v] if (v in later if u < 0 else late(u))] for v in (*found, *of)}
+        whole = {v for v in found if any(u in members or not fuses(flow, u) for u in users[v] if u >= 0)}
+        reads = [(v, u) for v in users if v not in whole for u in users[v] if u not in members]
+        kept = {value for value, _ in reads}
+        spared = kept & found.keys()
+        if not spared or _bytes(flow, of - kept) >= _bytes(flow, spared):
+            continue
+        makers.update({value: op for value, op in found.items() if value not in whole})
+        roots |= of
+        readers.update(user for _, user in reads)
+    read = {o for op in makers.values() for o in flow.ops[op].inputs if isinstance(o, int)}
+    return MadeAgain(
+        makers,
+        frozenset(roots),
+        frozenset(readers - {-1}),
+        frozenset(later & {*makers, *roots}),
+        frozenset(roots | read - makers.keys()),
+    )
+
+
+def fuses(flow: Dataflow, index: int) -> bool:
+    """Whether compilers may make what an operation reads part of it."""
+    name = flow.ops[index].name
+    return name == "dot_general" or is_blockwise(name)
+
+
+def read_by_rings(flow: Dataflow, chains: Iterable[Chain]) -> frozenset[int]:
+    """The values from elsewhere that rings read."""
+    made = {value for chain in chains for op in chain.members for value in flow.ops[op].outputs}
+    read = {operand for chain in chains for op in chain.members for operand in flow.ops[op].inputs}
+    return frozenset(operand for operand in read if isinstance(operand, int) and operand not in made)
+
+
+def _needs(needs: Mapping[int, int], number: int, index: int) -> bool:
+    return bool(needs.get(index, 0) >> number & 1)
+
+
+def _read_in_blocks(flow: Dataflow, chain: Chain) -> set[int]:
+    """What the dots of a sum read of elsewhere block by block."""
+    scatter = chain.scatter if isinstance(chain, DotPsum) else chain
+    return {
+        operand
+        for dot in scatter.dots
+        for operand, dim in zip(flow.ops[dot.op].inputs, dot.dims.operand_dims, strict=True)
+        if dim is not None and isinstance(operand, int)
+    }
+
+
+def _made_of(
+    flow: Dataflow, values: Iterable[int], members: Mapping[int, int]
+) -> tuple[dict[int, int], set[int]]:
+    """What can be made again of these values and what they are made of, with its maker; and of what."""
+    found: dict[int, int] = {}
+    of: set[int] = set()
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        maker = flow.producer.get(value)
+        if value in found or maker is None:
+            continue
+        if maker in members or not is_fusible(flow.ops[maker].name):
+            of.add(value)
+            continue
+        found[value] = maker
+        waiting.extend(operand for operand in flow.ops[maker].inputs if isinstance(operand, int))
+    return found, of
+
+
+def _with_others(
+    flow: Dataflow,
+    found: dict[int, int],
+    of: Set[int],
+    members: Mapping[int, int],
+    late: Callable[[int], bool],
+) -> None:
+    """Adds all else that can be made of the same, and of arguments and constants."""
+    waiting = [user for value in (*found, *of) for user in flow.users[value]]
+    heapq.heapify(waiting)
+    while waiting:
+        index = heapq.heappop(waiting)
+        if index < 0 or late(index) or index in members or not is_fusible(flow.ops[index].name):
+            continue
+        op = flow.ops[index]
+        if op.outputs[0] in found:
+            continue
+        others, needed = _made_of(
+            flow, [o for o in op.inputs if isinstance(o, int) and o not in found and o not in of], members
+        )
+        if needed <= of:
+            found.update(others)
+            found.update(dict.fromkeys(op.outputs, index))
+            for value in op.outputs:
+                for user in flow.users[value]:
+                    heapq.heappush(waiting, user)
+
+
+def _bytes(flow: Dataflow, values: Iterable[int]) -> int:
+    return sum(map(flow.bytes_of, values))
