@@ -141,6 +141,11 @@ class _Ring:
         return sent(self.flow, self.chain, self.rings[0], wire, dim, bounds)
 
     @property
+    def reuses_blocks(self) -> bool:
+        """Whether several dots read the same block of what is cut apart: one for each column."""
+        return self.schedule.columns > 1 or self.cut_across is not None
+
+    @property
     def sums(self) -> bool:
         """Whether the dots' results are added up."""
         return bool(self.chain.summed)
@@ -227,6 +232,10 @@ class _Ring:
     def _at_hand(self, shard: Any, piece: Piece | Joined) -> dict[int, Any]:
         """What has arrived, and the blocks for it that are cut apart, by value."""
         wholes = {operand: self.read(operand) for operand in self.cut_apart}
+        if wholes and isinstance(piece, Piece) and not self.reuses_blocks:
+            # Else compilers cut out the blocks of all steps in one operation, and keep them.
+            later, shard = tie(np.int32(0), shard)
+            piece = dataclasses.replace(piece, later=later)
         blocks = blocks_of(wholes, self.cut_apart, piece, apart=True)
         dtype = self.flow.avals[self.chain.wire].dtype
         return {self.chain.wire: lax.convert_element_type(shard, dtype), **blocks}

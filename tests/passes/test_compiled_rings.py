@@ -26,6 +26,7 @@ FORMS: dict[str, dict[str, Any]] = {
     },
     "sums": {"directions": 2},
     "sums in columns": {"directions": 2, "columns": 2},
+    "activated sums of blocks cut apart": {"directions": 2, "cut": "apart"},
     "sums of blocks cut apart": {"directions": 2, "across": True, "cut": "apart"},
     "scatter": {"directions": 2, "chains": 2},
     "scatter one way": {"directions": 1, "chains": 2, "wire": "operand"},
@@ -64,6 +65,9 @@ rows, columns = P("x"), P(None, "x")
 patterns = {
     "gather": (lambda x, w: lax.all_gather(x, "x", tiled=True) @ w, (rows, columns), columns),
     "sums": (lambda x, w: lax.all_gather(x, "x", axis=1, tiled=True) @ w, (columns, columns), columns),
+    "activated": (
+        lambda x, w: lax.all_gather(x, "x", axis=1, tiled=True) @ jnp.tanh(w), (columns, columns), columns
+    ),
     "scatter": (lambda x, w: lax.psum_scatter(x @ w, "x", tiled=True), (columns, rows), rows),
     "psum": (lambda x, w: lax.psum(x @ w, "x"), (columns, rows), P()),
 }
@@ -208,3 +212,11 @@ def test_where_blocks_are_is_computed_from_scalars(form: str) -> None:
         if array.dtype in ("s32", "u32") and array.size > 1
     ]
     assert not tables
+
+
+@needs_libtpu
+def test_blocks_that_are_cut_apart_are_cut_out_step_by_step() -> None:
+    """Else one fusion makes the blocks of all steps, and all of them are kept."""
+    module = compiled()["activated sums of blocks cut apart"]
+    fusions = [i for i in module.entry_computation.instructions if i.opcode == "fusion"]
+    assert max(len(fusion.shape.arrays) for fusion in fusions) <= 2
