@@ -38,15 +38,17 @@ class MadeAgain:
     read: frozenset[int] = frozenset()
 
 
-def made_again(flow: Dataflow, chains: Iterable[Chain], later: Set[int]) -> MadeAgain:
+def made_again(flow: Dataflow, chains: Iterable[Chain], kept: Iterable[Chain], later: Set[int]) -> MadeAgain:
     """What the program makes again if these chains are rings.
 
     For each ring of a sum: the values that its dots read in blocks, and others made of the same, as far as
-    only operations that need the ring's result read them. All of it if what is then kept has fewer bytes.
+    only operations that need the ring's result read them. All of it if what is then kept has fewer bytes,
+    and through another sum: what is soon read again need not be made again.
 
     Args:
       flow: the dataflow graph.
       chains: those that become rings, in program order.
+      kept: those that do not.
       later: results of the program that are read only after it, and not by a ring.
     """
     chains = tuple(chains)
@@ -54,12 +56,17 @@ def made_again(flow: Dataflow, chains: Iterable[Chain], later: Set[int]) -> Made
     if not sums:
         return MadeAgain()
     members = {op: chain.collective.op for chain in chains for op in chain.members}
-    needs = flow.needs([chain.collective.op for chain in sums])
+    others = [chain for chain in kept if not isinstance(chain, AllGatherDot)]
+    every = [chain.collective.op for chain in (*sums, *others)]
+    needs = flow.needs(every)
     makers: dict[int, int] = {}
     roots: set[int] = set()
     readers: set[int] = set()
     for number, chain in enumerate(sums):
-        late = functools.partial(_needs, needs, number)
+        following = sum(1 << n for n, op in enumerate(every) if needs.get(op, 0) >> number & 1)
+        if not following:
+            continue
+        late = functools.partial(_needs, needs, following)
         found, of = _made_of(flow, _read_in_blocks(flow, chain), members)
         if not found:
             continue
@@ -67,20 +74,20 @@ def made_again(flow: Dataflow, chains: Iterable[Chain], later: Set[int]) -> Made
         users = {v: [u for u in flow.users[v] if (v in later if u < 0 else late(u))] for v in (*found, *of)}
         whole = {v for v in found if any(u in members or not fuses(flow, u) for u in users[v] if u >= 0)}
         reads = [(v, u) for v in users if v not in whole for u in users[v] if u not in members]
-        kept = {value for value, _ in reads}
-        spared = kept & found.keys()
-        if not spared or _bytes(flow, of - kept) >= _bytes(flow, spared):
+        read = {value for value, _ in reads}
+        spared = read & found.keys()
+        if not spared or _bytes(flow, of - read) >= _bytes(flow, spared):
             continue
         makers.update({value: op for value, op in found.items() if value not in whole})
         roots |= of
         readers.update(user for _, user in reads)
-    read = {o for op in makers.values() for o in flow.ops[op].inputs if isinstance(o, int)}
+    inputs = {o for op in makers.values() for o in flow.ops[op].inputs if isinstance(o, int)}
     return MadeAgain(
         makers,
         frozenset(roots),
         frozenset(readers - {-1}),
         frozenset(later & {*makers, *roots}),
-        frozenset(roots | read - makers.keys()),
+        frozenset(roots | inputs - makers.keys()),
     )
 
 
@@ -97,8 +104,8 @@ def read_by_rings(flow: Dataflow, chains: Iterable[Chain]) -> frozenset[int]:
     return frozenset(operand for operand in read if isinstance(operand, int) and operand not in made)
 
 
-def _needs(needs: Mapping[int, int], number: int, index: int) -> bool:
-    return bool(needs.get(index, 0) >> number & 1)
+def _needs(needs: Mapping[int, int], wanted: int, index: int) -> bool:
+    return bool(needs.get(index, 0) & wanted)
 
 
 def _read_in_blocks(flow: Dataflow, chain: Chain) -> set[int]:

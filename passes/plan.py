@@ -116,7 +116,8 @@ class Plan:
         if self.network is None or not self.network.leaves_for_last or self.flow.differentiable:
             return MadeAgain()
         results = {value for position in later if isinstance(value := self.flow.outputs[position], int)}
-        return made_again(self.flow, [ring.chain for ring in self.rings], results)
+        kept = [d.ring.chain for d in self.decisions if not d.rewritten and d.ring is not None]
+        return made_again(self.flow, [ring.chain for ring in self.rings], kept, results)
 
     def read_later(self, index: int) -> frozenset[int]:
         """Positions of an operation's results that other operations read, none of them as a whole."""
