@@ -131,7 +131,7 @@ def _made_of(
         maker = flow.producer.get(value)
         if value in found or maker is None:
             continue
-        if maker in members or not is_fusible(flow.ops[maker].name):
+        if maker in members or not _makes_again(flow, maker):
             of.add(value)
             continue
         found[value] = maker
@@ -151,7 +151,7 @@ def _with_others(
     heapq.heapify(waiting)
     while waiting:
         index = heapq.heappop(waiting)
-        if index < 0 or late(index) or index in members or not is_fusible(flow.ops[index].name):
+        if index < 0 or late(index) or index in members or not _makes_again(flow, index):
             continue
         op = flow.ops[index]
         if op.outputs[0] in found:
@@ -165,6 +165,12 @@ def _with_others(
             for value in op.outputs:
                 for user in flow.users[value]:
                     heapq.heappush(waiting, user)
+
+
+def _makes_again(flow: Dataflow, index: int) -> bool:
+    """Whether the results of an operation may be made again: masks are smaller than what they are made of."""
+    op = flow.ops[index]
+    return is_fusible(op.name) and all(flow.avals[value].dtype.itemsize > 1 for value in op.outputs)
 
 
 def _bytes(flow: Dataflow, values: Iterable[int]) -> int:

@@ -95,11 +95,32 @@ def test_what_a_later_ring_reads_is_kept() -> None:
     assert found.makers.keys() < alone.makers.keys()
 
 
-def test_nothing_is_made_again_of_what_is_larger() -> None:
-    """The mask alone is smaller than what it is made of; with the activation it is not."""
+def test_nothing_is_made_again_where_that_spares_nothing() -> None:
+    """Of a relu there are the activation, as large as what it is made of, and a mask, which is kept."""
     flow, chains = within(jax.nn.relu)
-    assert found_for(flow, chains, 1).makers
-    assert not found_for(flow, chains, len(chains)).makers
+    assert found_for(flow, chains, 1) == MadeAgain()
+
+
+def test_a_mask_is_kept_and_not_what_it_is_made_of() -> None:
+    def body(x: Any, up: Any, down: Any) -> Any:
+        h = x @ up
+        mask = (x @ (up + 1)) > 0
+        a = lax.select(mask, jnp.sin(h), 0 * h)
+        y = lax.psum_scatter(a @ down, "x", scatter_dimension=0, tiled=True)
+        return (
+            lax.psum_scatter(y.T @ y, "x", scatter_dimension=0, tiled=True),
+            a,
+            lax.select(mask, jnp.cos(h), 0 * h),
+        )
+
+    shards = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 6), (6, 10), (10, 6))]
+    flow, matches = bodies.matched(body, *shards, axis_size=2, check_vma=False)
+    rings, kept = ([match.found[0]] for match in matches if isinstance(match.found, tuple))
+    later = {value for value in flow.outputs[1:] if isinstance(value, int)}
+    found = made_again(flow, rings, kept, later)
+    assert found.results == later
+    makers = {flow.ops[flow.producer[root]].name: flow.avals[root].dtype.name for root in found.roots}
+    assert makers == {"dot_general": "float32", "gt": "bool"}
 
 
 def test_nothing_is_made_again_without_a_ring_of_a_sum() -> None:
