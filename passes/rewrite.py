@@ -138,16 +138,33 @@ class _Again:
 
     def read(self, operand: Operand) -> Any:
         """A value made again; as it is, if it is not to be."""
-        if not isinstance(operand, int):
-            return self._read(operand)
-        if operand not in self._made and operand in self._twice.roots:
-            self._made[operand] = lax.optimization_barrier(self._read(operand))
-        elif operand not in self._made and operand in self._twice.makers:
-            op = self._flow.ops[self._twice.makers[operand]]
-            values = list(map(self.read, op.inputs))
-            with shims.equation_scope(op.eqn, op.scope):
-                self._made.update(zip(op.outputs, _bound(op, values, op.params), strict=True))
-        return self._made[operand] if operand in self._made else self._read(operand)
+        if isinstance(operand, int):
+            for index in self._to_run(operand):
+                op = self._flow.ops[index]
+                with shims.equation_scope(op.eqn, op.scope):
+                    results = _bound(op, list(map(self._at_hand, op.inputs)), op.params)
+                self._made.update(zip(op.outputs, results, strict=True))
+        return self._at_hand(operand)
+
+    def _to_run(self, value: int) -> list[int]:
+        """The operations that make a value of what is there, in program order; roots are fetched."""
+        found: set[int] = set()
+        waiting: list[Operand] = [value]
+        while waiting:
+            operand = waiting.pop()
+            if not isinstance(operand, int) or operand in self._made:
+                continue
+            if operand in self._twice.roots:
+                self._made[operand] = lax.optimization_barrier(self._read(operand))
+            elif (maker := self._twice.makers.get(operand)) is not None and maker not in found:
+                found.add(maker)
+                waiting.extend(self._flow.ops[maker].inputs)
+        return sorted(found)
+
+    def _at_hand(self, operand: Operand) -> Any:
+        if isinstance(operand, int) and operand in self._made:
+            return self._made[operand]
+        return self._read(operand)
 
 
 def _bound(op: Op, values: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:

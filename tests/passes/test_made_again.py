@@ -231,6 +231,22 @@ def test_losses_and_gradients_stay_the_same(activation: Activation, inside: bool
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
 
 
+def test_long_activations_are_made_again_too() -> None:
+    """As long as jax itself can take: nothing is done by recursion."""
+
+    def long(h: Any) -> Any:
+        h = jnp.sin(h)
+        for _ in range(500):
+            h = h * 0.99 + 0.1
+        return h
+
+    devices = 2
+    given = arguments(devices)
+    function = step(long, devices)
+    loss, _ = overlap_collectives(function, policy=First(), hardware=V5P, strict=True)(*given)
+    np.testing.assert_allclose(loss, function(*given)[0], rtol=1e-4)
+
+
 def barriers(function: Any, *given: Any) -> list[tuple[tuple[int, ...], ...]]:
     """The shapes of what each barrier of a program holds back, of those that hold one value."""
     found = [
