@@ -28,6 +28,7 @@ from jax.sharding import Mesh
 from bench.quantile import quantile
 from bench.schedules.run import RESULTS, versions, write
 from bench.schedules.tables import table
+from bench.versions import spelled
 from cost_model import Hardware, Matmul, matmul_s
 from cost_model.calibration import Calibration, base_hardware
 from overlap.calibrate_programs import MeshPrograms
@@ -149,7 +150,7 @@ def page(content: Mapping[str, Any]) -> str:
             ]
             lines.append((whose, dtype, str(errors["whole"]["count"]), *cells))
     headings = ("predicted by", "dtype", "shapes", "whole matmul", "an eighth of it", "8 eighths / whole")
-    said = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    said = spelled(content["versions"])
     parts = [
         "# Matmuls of a GPU",
         f"Measured on one {content['device_kind']} (wall clock, median of {ROUNDS} rounds), against the cost "

@@ -18,6 +18,7 @@ from typing import Any, Final
 from bench.schedules import command, grid, measure, run, summary, tables
 from bench.schedules.case import Slice
 from bench.schedules.rows import ORIGINAL, OURS, TEXTBOOK, Figures, Row
+from bench.versions import spelled
 
 NAME: Final = "gpu_schedules"
 TITLE: Final = "Schedules by the GPU compiler"
@@ -119,8 +120,7 @@ def document(
     broken: Sequence[tuple[str, str, str]],
 ) -> str:
     """The whole page."""
-    said = ", ".join(f"{name} {version}" for name, version in made_with.items())
-    parts = [f"# {TITLE}", *NOTES, f"Made with {said}.", verdict(rows, broken)]
+    parts = [f"# {TITLE}", *NOTES, f"Made with {spelled(made_with)}.", verdict(rows, broken)]
     if broken:
         lines = [(name, tables.TITLES[version], what) for name, version, what in broken]
         parts += ["## Not met", tables.table(("row", "version", "what"), lines)]

@@ -39,6 +39,7 @@ from bench.schedules import grid, programs
 from bench.schedules.order import order
 from bench.schedules.run import RESULTS, versions, write
 from bench.schedules.tables import table
+from bench.versions import spelled
 from cost_model import Topology, by_name
 from overlap import overlap_collectives
 from overlap.compiled_memory import temporary_bytes
@@ -185,7 +186,7 @@ def page(content: Mapping[str, Any]) -> str:
                 f"{ring['temp_bytes'] / 1e6:.1f} / {one['temp_bytes'] / 1e6:.1f}",
             )
         )
-    said = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    said = spelled(content["versions"])
     headings = (
         "row",
         "original, µs",

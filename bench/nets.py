@@ -28,6 +28,7 @@ from bench.schedules import command, grid, measure, programs, run, workers
 from bench.schedules.case import SLICES, TOKENS, WIDTHS, Case
 from bench.schedules.programs import Problem
 from bench.schedules.tables import table
+from bench.versions import spelled
 from cost_model import Topology, by_name
 from overlap import overlap_collectives, tpu_target
 
@@ -253,7 +254,7 @@ def document(rows: Sequence[Row], made_with: Mapping[str, str], seed: int) -> st
         'the TPU compiler as written and under `policy="auto"`. Times are modelled: the compiled schedules, '
         "with the compiler's own cycle estimates. The predicted time is that as written less what the rings "
         "were predicted to save; how far it is off is relative to the time as written.",
-        "Made with " + ", ".join(f"{name} {version}" for name, version in made_with.items()) + ".",
+        f"Made with {spelled(made_with)}.",
         table(headings, lines),
         "\n".join(f"- {line(each)}" for each in sorted(rows, key=lambda each: each.name)),
     ]

@@ -45,6 +45,7 @@ from bench.network_results import (
     table,
     to_dict,
 )
+from bench.versions import spelled
 from cost_model.fitting import fit_hop
 
 RESULTS: Final = Path(__file__).resolve().parent / "results"
@@ -181,7 +182,7 @@ def versions(jax: str, effort: Effort, cores: Sequence[int]) -> dict[str, Any]:
 def written(rows: Sequence[Row], found: Sequence[Goal], made_with: Mapping[str, Any], quick: bool) -> str:
     """The results as Markdown."""
     kind = "a quick run, which shows only that it runs; " if quick else ""
-    made = ", ".join(f"{name} {value}" for name, value in made_with.items())
+    made = spelled(made_with)
     lines = [
         "# What overlapping gains over a network",
         "",

@@ -38,6 +38,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from bench.programs import decoder
+from bench.versions import spelled
 from overlap import overlap_collectives
 from overlap.compiled_memory import temporary_bytes
 
@@ -399,7 +400,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures, made_with = measure(options.quick), versions()
     text = table(figures)
     kind = "Measured (wall clock, medians of interleaved rounds)" + (", a quick run" if options.quick else "")
-    heading = f"{kind}; " + ", ".join(f"{name} {version}" for name, version in made_with.items()) + "."
+    heading = f"{kind}; {spelled(made_with)}."
     print(f"{heading}\n\n{text}")
     options.output.mkdir(parents=True, exist_ok=True)
     content = {

@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 
 import overlap
 from bench.programs import PROGRAMS, decoder
+from bench.versions import spelled
 from overlap import Report, overlap_collectives
 from passes import Policy
 
@@ -164,9 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     about = (
         f"What is decided for {HARDWARE}, per training step of one device. Modelled: the time of the "
-        "rewritten collectives and their dots, before → after. "
-        + ", ".join(f"{name} {version}" for name, version in made_with.items())
-        + "."
+        f"rewritten collectives and their dots, before → after. {spelled(made_with)}."
     )
     console = Console()
     console.print(about, style="dim")

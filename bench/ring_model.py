@@ -22,6 +22,7 @@ from typing import Any, Final
 from bench.schedules import decided, grid, measure, programs, run, summary
 from bench.schedules.case import Case
 from bench.schedules.rows import ORIGINAL, OURS, Row
+from bench.versions import spelled
 from cost_model import Estimate, by_name
 from overlap import tpu_target
 
@@ -154,9 +155,7 @@ def document(
         "# Predictions against compiled schedules",
         "",
         "Rows of the [grid](tpu_schedules.md) with one chain: the cost model's time against that of the",
-        "schedule which the TPU compiler chose. Both are modelled. Made with "
-        + ", ".join(f"{name} {version}" for name, version in made_with.items())
-        + ".",
+        f"schedule which the TPU compiler chose. Both are modelled. Made with {spelled(made_with)}.",
         "",
         "| | predictions | median error | 90th percentile |",
         "|---|---|---|---|",

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 import passes
 from bench.schedules import measure, run
 from bench.schedules.case import Slice
+from bench.versions import spelled
 from cost_model import Topology, by_name
 from overlap import tpu_target
 from passes import RingSchedule, Trial
@@ -148,9 +149,8 @@ def document(rows: Sequence[Compiled], made_with: dict[str, str]) -> str:
     lines = [
         "# Rolled rings",
         "",
-        f"TPU v6e, {ROWS} rows a device, bfloat16. Made with "
-        + ", ".join(f"{name} {version}" for name, version in made_with.items())
-        + ". Compile times are measured (the quickest of several), times per hop",
+        f"TPU v6e, {ROWS} rows a device, bfloat16. Made with {spelled(made_with)}. "
+        "Compile times are measured (the quickest of several), times per hop",
         "modelled from the compiled schedule; the memory is the compiler's account.",
         "",
         "| chain | devices | form | compiling | per hop | temporary memory | schedule |",

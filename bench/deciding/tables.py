@@ -11,6 +11,7 @@ from bench.deciding.chains import Drawn
 from bench.deciding.judgement import RIGHT, RING_ERROR, Score, Spread, score
 from bench.deciding.rows import Decided, Row
 from bench.schedules.tables import micro, table
+from bench.versions import spelled
 from cost_model.hardware import LEAST_GAIN
 
 NOTES: Final = (
@@ -45,10 +46,10 @@ def document(
     most: int,
 ) -> str:
     """The whole page."""
-    made_with = ", ".join(f"{name} {version}" for name, version in versions.items())
     searched = f"the {most} best of a search, by prediction" if most else "all of a search"
     parts = ["# Decisions of the cost model", *NOTES]
-    parts += [f"Seed {seed}; rings that are compiled: {searched}, and the one chosen. Made with {made_with}."]
+    made = f"Made with {spelled(versions)}."
+    parts += [f"Seed {seed}; rings that are compiled: {searched}, and the one chosen. {made}"]
     parts += ["## Against the goals", goals(rows), "![predicted and compiled times](decisions.svg)"]
     parts += ["## All chains that were drawn", drawn_table(drawn, decided)]
     parts += ["## The sample", scores(rows), errors(rows), errors_by_both(rows)]

@@ -10,6 +10,7 @@ from bench.schedules import grid
 from bench.schedules import summary as summaries
 from bench.schedules.rows import AUTO, AUTOMATIC, ORIGINAL, OURS, POST_SPMD, TEXTBOOK, VERIFY, Row
 from bench.schedules.summary import EFFICIENCY, SPEED_UP, Summary
+from bench.versions import spelled
 
 TITLES: Final = {
     ORIGINAL: "original",
@@ -49,8 +50,7 @@ def document(
     rows: Sequence[Row], summary: Summary, versions: Mapping[str, str], *, title: str, notes: Sequence[str]
 ) -> str:
     """The whole page."""
-    made_with = ", ".join(f"{name} {version}" for name, version in versions.items())
-    parts = [f"# {title}", *notes, f"Made with {made_with}.", "## Summary", headline(rows, summary)]
+    parts = [f"# {title}", *notes, f"Made with {spelled(versions)}.", "## Summary", headline(rows, summary)]
     parts += [targets(summary), means(summary)]
     parts += ["### By pattern", by(rows, lambda row: row.pattern, "pattern")]
     parts += ["### By slice", by(rows, lambda row: row.slice, "slice")]
