@@ -154,8 +154,7 @@ def run_on_piece(
             dot = op.outputs[0]
         with shims.equation_scope(op.eqn, op.scope):
             operands = _alike(operands)
-            results = op.eqn.primitive.bind(*operands, **op.eqn.primitive.get_bind_params(params))
-        results = results if op.eqn.primitive.multiple_results else (results,)
+            results = op.bind(operands, params)
         pieces.update(zip(op.outputs, results, strict=True))
 
 

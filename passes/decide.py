@@ -337,6 +337,11 @@ def _verdict(
     return Code.NOT_PROFITABLE, False
 
 
+def rings_of(decisions: Iterable[Decision]) -> tuple[Ring, ...]:
+    """The rings that replace chains, in program order."""
+    return tuple(d.ring for d in decisions if d.rewritten and d.ring is not None)
+
+
 def program_order(
     flow: Dataflow,
     decisions: tuple[Decision, ...],
@@ -365,7 +370,7 @@ def program_order(
             d.collective.op: Lone(d.collective) for d in decisions if d.rewritten and d.ring is None
         }
         position: dict[int, int] = {}
-        for ring in (d.ring for d in decisions if d.rewritten and d.ring is not None):
+        for ring in rings_of(decisions):
             units[ring.chain.collective.op] = ring
             position[ring.chain.collective.op] = min(dot.op for dot in ring.chain.dots)
             units.update((reduction.op, reduction) for reduction in reductions(ring.chain))

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Set
 from passes.blocks import blockwise
 from passes.chains import AllGatherDot, BlockOp, reductions
 from passes.collective import explicitly_sharded
-from passes.decide import Decision
+from passes.decide import Decision, rings_of
 from passes.emit import Ring
 from passes.gather_match import call_of
 from passes.graph import Dataflow
@@ -36,7 +36,7 @@ def with_epilogues(flow: Dataflow, decisions: tuple[Decision, ...]) -> tuple[Dec
     the rings can still run one after the other.
     """
     decisions = tuple(map(_without_epilogue, decisions))
-    rings = [d.ring for d in decisions if d.rewritten and d.ring is not None]
+    rings = rings_of(decisions)
     if not any(_takes(ring) for ring in rings):
         return decisions
     taken = {op for ring in rings for op in ring.chain.members}

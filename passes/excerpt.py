@@ -90,10 +90,7 @@ def excerpt(flow: Dataflow, chain: Chain, network: Network) -> Excerpt[RingSched
             op = flow.ops[number]
             values = [_read(env, operand) for operand in op.inputs]
             with shims.equation_scope(op.eqn, op.scope):
-                results = op.eqn.primitive.bind(*values, **op.eqn.primitive.get_bind_params(op.params))
-            env.update(
-                zip(op.outputs, results if op.eqn.primitive.multiple_results else (results,), strict=True)
-            )
+                env.update(zip(op.outputs, op.bind(values), strict=True))
         return env
 
     def ring(schedule: RingSchedule) -> Program:

@@ -7,7 +7,7 @@ here, so that the finders see one flat program. The others stay calls.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -77,6 +77,14 @@ class Op:
     def params(self) -> Mapping[str, Any]:
         """The equation's parameters."""
         return self.eqn.params  # type: ignore[no-any-return]
+
+    def bind(self, values: Sequence[Any], params: Mapping[str, Any] | None = None) -> Sequence[Any]:
+        """The equation's results for other operands, and other parameters perhaps."""
+        primitive = self.eqn.primitive
+        results = primitive.bind(
+            *values, **primitive.get_bind_params(self.params if params is None else params)
+        )
+        return results if primitive.multiple_results else (results,)  # type: ignore[no-any-return]
 
     @property
     def bodies(self) -> tuple[Any, ...]:

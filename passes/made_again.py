@@ -14,6 +14,7 @@ import functools
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Set
 
+from passes.block_eval import cut_once
 from passes.blocks import is_blockwise, is_fusible
 from passes.chains import AllGatherDot, Chain, DotPsum
 from passes.graph import Dataflow
@@ -28,7 +29,7 @@ class MadeAgain:
       roots: what these values are made of, beside arguments and constants.
       readers: the operations that read them made again.
       results: the results of the program that are made again.
-      read: the values that they are made of, or of these and others.
+      read: all that making them reads and that is not made again: the roots, arguments, constants.
     """
 
     makers: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -67,7 +68,8 @@ def made_again(flow: Dataflow, chains: Iterable[Chain], kept: Iterable[Chain], l
         if not following:
             continue
         late = functools.partial(_needs, needs, following)
-        found, of = _made_of(flow, _read_in_blocks(flow, chain), members)
+        dots = chain.scatter.dots if isinstance(chain, DotPsum) else chain.dots
+        found, of = _made_of(flow, cut_once(flow, dots), members)
         if not found:
             continue
         _with_others(flow, found, of, members, late)
@@ -106,17 +108,6 @@ def read_by_rings(flow: Dataflow, chains: Iterable[Chain]) -> frozenset[int]:
 
 def _needs(needs: Mapping[int, int], wanted: int, index: int) -> bool:
     return bool(needs.get(index, 0) & wanted)
-
-
-def _read_in_blocks(flow: Dataflow, chain: Chain) -> set[int]:
-    """What the dots of a sum read of elsewhere block by block."""
-    scatter = chain.scatter if isinstance(chain, DotPsum) else chain
-    return {
-        operand
-        for dot in scatter.dots
-        for operand, dim in zip(flow.ops[dot.op].inputs, dot.dims.operand_dims, strict=True)
-        if dim is not None and isinstance(operand, int)
-    }
 
 
 def _made_of(

@@ -14,10 +14,10 @@ from jax.sharding import Mesh
 from cost_model import Hardware
 from passes import shims
 from passes.collective import Collective
-from passes.decide import Decision, Policy, TryOut, Unit, decide, program_order
+from passes.decide import Decision, Policy, TryOut, Unit, decide, program_order, rings_of
 from passes.emit import Ring
 from passes.epilogue import with_epilogues
-from passes.graph import COLLECTIVES, Dataflow, Op, dataflow
+from passes.graph import COLLECTIVES, Dataflow, Op, Operand, dataflow
 from passes.made_again import MadeAgain, fuses, made_again, read_by_rings
 from passes.match import match_dataflow
 from passes.network import Network
@@ -90,7 +90,7 @@ class Plan:
         self, decisions: tuple[Decision, ...]
     ) -> tuple[Mapping[int, Collective], Mapping[int, Collective]]:
         """The weights' gradients outside of rings: those held back beside one's collective, and run first."""
-        chains = [d.ring.chain for d in decisions if d.rewritten and d.ring is not None]
+        chains = [ring.chain for ring in rings_of(decisions)]
         if self.network is None or self.flow.differentiable or not chains:
             return {}, {}
         dots = weight_gradients(self.flow, {op for chain in chains for op in chain.members})
@@ -105,7 +105,7 @@ class Plan:
     @cached_property
     def rings(self) -> tuple[Ring, ...]:
         """The rings, in program order."""
-        return tuple(d.ring for d in self.decisions if d.rewritten and d.ring is not None)
+        return rings_of(self.decisions)
 
     def made_again(self, later: Set[int]) -> MadeAgain:
         """What is made twice rather than kept.
@@ -137,8 +137,7 @@ class Plan:
         if index not in self.bodies or op.name in _LOOPS:
             return True
         for body in self.bodies_of(index):
-            # The first operand of a conditional chooses the branch; else operands and arguments correspond.
-            operands = op.inputs[len(op.inputs) - len(body.flow.inputs) :]
+            operands = _passed(op, len(body.flow.inputs))
             for argument in (a for o, a in zip(operands, body.flow.inputs, strict=True) if o == value):
                 users = [user for user in body.flow.users[argument] if user >= 0]
                 if argument in body.read_by_rings or any(body._reads_whole(user, argument) for user in users):
@@ -440,9 +439,16 @@ def _arguments(op: Op, param: str, body: Any, values: Set[int]) -> frozenset[int
     """
     if op.name in _LOOPS:
         return frozenset(range(shims.loop_constants(op.eqn, param)))
-    # The first operand of a conditional chooses the branch; else operands and arguments correspond.
-    inputs = op.inputs[len(op.inputs) - len(shims.open_jaxpr(body)[0].invars) :]
+    inputs = _passed(op, len(shims.open_jaxpr(body)[0].invars))
     return frozenset(i for i, o in enumerate(inputs) if not isinstance(o, int) or o in values)
+
+
+def _passed(op: Op, arguments: int) -> tuple[Operand, ...]:
+    """The operands that a body of so many arguments is given, unless it is a loop's.
+
+    The first operand of a conditional chooses the branch; else operands and arguments correspond.
+    """
+    return op.inputs[len(op.inputs) - arguments :]
 
 
 def _as_jaxprs(param: Any) -> Iterator[Any]:

@@ -95,7 +95,7 @@ class _Rewriter:
             if op.name == "shard_map":
                 return self._shard_map(op, bodies["jaxpr"][0], values, plan.read_later(index))
             params = {**params, **{name: self._body(op, name, plans) for name, plans in bodies.items()}}
-        return _bound(op, values, params)
+        return op.bind(values, params)
 
     def _shard_map(self, op: Op, body: Plan, values: list[Any], later: frozenset[int]) -> Sequence[Any]:
         params = op.params
@@ -142,7 +142,7 @@ class _Again:
             for index in self._to_run(operand):
                 op = self._flow.ops[index]
                 with shims.equation_scope(op.eqn, op.scope):
-                    results = _bound(op, list(map(self._at_hand, op.inputs)), op.params)
+                    results = op.bind(list(map(self._at_hand, op.inputs)))
                 self._made.update(zip(op.outputs, results, strict=True))
         return self._at_hand(operand)
 
@@ -165,12 +165,6 @@ class _Again:
         if isinstance(operand, int) and operand in self._made:
             return self._made[operand]
         return self._read(operand)
-
-
-def _bound(op: Op, values: Sequence[Any], params: Mapping[str, Any]) -> Sequence[Any]:
-    primitive = op.eqn.primitive
-    results = primitive.bind(*values, **primitive.get_bind_params(params))
-    return results if primitive.multiple_results else (results,)  # type: ignore[no-any-return]
 
 
 def _waiting(plan: Plan, ring: Ring, env: Mapping[int, Any]) -> dict[int, Any]:

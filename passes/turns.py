@@ -98,14 +98,12 @@ class Turns:
     def send(self, value: Any) -> None:
         """Applies the chain's collective to a value."""
         op = self._flow.ops[self._chain.collective.op]
-        primitive = op.eqn.primitive
         with self.scope():
             if not self._barriers:
                 value = self._next(value)
             elif self.arrived:
                 value, self.arrived[-1] = tie_typed(self._flow, value, self.arrived[-1])
-            results = primitive.bind(value, **primitive.get_bind_params(op.params))
-            self.arrived.append(results[0] if primitive.multiple_results else results)
+            self.arrived.append(op.bind([value])[0])
 
     def hold(self, *values: Any, sent_since: int = 0) -> tuple[Any, ...]:
         """The values, for which the one that arrived last is made to wait, where barriers hold.
