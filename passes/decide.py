@@ -7,11 +7,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal
 
-from cost_model import Axis, Estimate, Hardware
+from cost_model import Estimate, Hardware
 from cost_model.plain_chain import pays
-from cost_model.ring_work import NOTHING_BEFORE, Before
 from passes.before import before_each
-from passes.candidates import candidates
 from passes.chains import AllGatherDot, Chain, Lone, ShardReduction, reductions
 from passes.collective import Collective
 from passes.emit import Ring
@@ -21,7 +19,7 @@ from passes.graph import Dataflow
 from passes.invariance import Invariance
 from passes.match import Match
 from passes.network import Network
-from passes.pricing import pricer
+from passes.prices import Prices
 from passes.reasons import Code, Reason
 from passes.schedule import RingSchedule
 from passes.site import Site
@@ -131,15 +129,14 @@ def decide(
     invariance = Invariance(flow)
     firsts = [match.found[0] for match in matches if not isinstance(match.found, Reason)]
     beside = _run_beside(flow, firsts) if network.first_in_first_out else set()
-    alone = len(firsts) == 1
     before = {} if network.hardware is None else before_each(flow, firsts, network.hardware, lasting)
+    prices = Prices(flow, network, before, alone=len(firsts) == 1)
     for match in matches:
         if isinstance(match.found, Reason):
             decided[match.collective.op] = _without_chain(match.collective, match.found, policy, describe)
         else:
-            axis = network.axis(match.collective, alone=alone)
             chains = _remaining(flow, match.found, beside, invariance) or match.found
-            proposals.append((_propose(flow, match.collective, chains, policy, axis, before), chains))
+            proposals.append((_propose(match.collective, chains, policy, prices), chains))
     proposals.sort(key=lambda p: (-benefit_s(p[0]), p[0].collective.op))
     taken: set[int] = set()
     for proposal, chains in proposals:
@@ -147,13 +144,13 @@ def decide(
         if not remaining:
             decision = dataclasses.replace(proposal, reason=_taken(flow, proposal, taken))
         else:
-            axis = network.axis(proposal.collective, alone=alone)
             if taken.intersection(dots_of(proposal)):
-                proposal = _propose(flow, proposal.collective, remaining, policy, axis, before)
+                proposal = _propose(proposal.collective, remaining, policy, prices)
             invariant = proposal.collective.op in loop_invariant
             if policy in ("verify", "autotune") and not invariant:
-                decision = _tried(flow, proposal, network, try_out, before)
+                decision = _tried(flow, proposal, network, try_out, prices)
             else:
+                axis = prices.axis(proposal.collective)
                 hardware = None if axis is None else axis.hardware
                 decision = _judge(proposal, policy, describe, hardware, invariant)
         if decision.rewritten:
@@ -193,14 +190,7 @@ def dots_of(decision: Decision) -> list[int]:
     return [dot.op for dot in decision.ring.chain.dots] if decision.ring else []
 
 
-def _propose(
-    flow: Dataflow,
-    collective: Collective,
-    chains: Iterable[Chain],
-    policy: Policy,
-    axis: Axis | None,
-    before: Mapping[int, Before],
-) -> Decision:
+def _propose(collective: Collective, chains: Iterable[Chain], policy: Policy, prices: Prices) -> Decision:
     """The chain and schedule of the largest predicted benefit, the last of each if the hardware is unknown.
 
     First of all come those that need no more memory than the chain as written.
@@ -211,16 +201,10 @@ def _propose(
     if policy == "always":
         most = max(len(chain.dots) for chain in chains)
         chains = tuple(chain for chain in chains if len(chain.dots) == most)
-    reason = Reason(Code.UNKNOWN_HARDWARE)
-    if axis is None:
-        last = Ring(chains[-1], candidates(flow, chains[-1])[-1])
-        return Decision(collective, last, None, False, reason)
-    priced: list[tuple[Estimate, Ring]] = []
-    for chain in chains:
-        price = pricer(flow, chain, axis, before.get(collective.op, NOTHING_BEFORE))
-        priced.extend((price(schedule), Ring(chain, schedule)) for schedule in candidates(flow, chain, axis))
-    best, ring = max(priced, key=lambda p: p[0].rank)
-    return Decision(collective, ring, best, False, reason)
+    priced = [(*prices.best(chain), chain) for chain in chains]
+    known = [(estimate, schedule, chain) for estimate, schedule, chain in priced if estimate is not None]
+    estimate, schedule, chain = max(known, key=lambda p: p[0].rank) if known else priced[-1]
+    return Decision(collective, Ring(chain, schedule), estimate, False, Reason(Code.UNKNOWN_HARDWARE))
 
 
 def _remaining(
@@ -265,7 +249,7 @@ def _tried(
     proposal: Decision,
     network: Network,
     try_out: TryOut | None,
-    before: Mapping[int, Before],
+    prices: Prices,
 ) -> Decision:
     """Decides by what the compiler makes of the chain's best schedules; by cost model where it cannot."""
     axis = network.axis(proposal.collective)
@@ -274,11 +258,8 @@ def _tried(
     program = None if try_out is None or axis is None else excerpt(flow, chain, network)
     if try_out is None or axis is None or program is None:
         return _judge(proposal, "auto", _never_asked, network.hardware)
-    price = pricer(flow, chain, axis, before.get(chain.collective.op, NOTHING_BEFORE))
-    schedules = sorted(
-        candidates(flow, chain, axis, thorough=True), key=lambda schedule: price(schedule).overlapped_s
-    )
-    trial = try_out(program, tuple(schedules[:TRIED]))
+    price = prices.of(chain, axis)
+    trial = try_out(program, prices.fastest(chain, axis, TRIED))
     if trial is None:
         return _judge(proposal, "auto", _never_asked, network.hardware)
 

@@ -95,14 +95,14 @@ def only_directions(directions: int) -> Iterator[None]:
         all_of_them = candidates(*args, **kwargs)
         return tuple(s for s in all_of_them if s.directions == directions) or all_of_them
 
-    with mock.patch("passes.decide.candidates", only):
+    with mock.patch("passes.prices.candidates", only):
         yield
 
 
 @contextlib.contextmanager
 def only_schedule(*schedules: RingSchedule) -> Iterator[None]:
     """Takes one of these schedules for every chain, whatever it is."""
-    with mock.patch("passes.decide.candidates", lambda *_, **__: schedules):
+    with mock.patch("passes.prices.candidates", lambda *_, **__: schedules):
         yield
 
 

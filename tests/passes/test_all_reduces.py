@@ -222,7 +222,7 @@ arguments = [
     for shape, spec in zip(((rows, contracted), (contracted, columns)), ins)
 ]
 schedule = RingSchedule(directions=1, route="all_reduce", **json.loads(sys.argv[2]))
-with mock.patch("passes.decide.candidates", lambda *_, **__: (schedule,)):
+with mock.patch("passes.prices.candidates", lambda *_, **__: (schedule,)):
     lowered = overlap_collectives(function, policy="always", strict=True).lower(*arguments)
 print(json.dumps(lowered.compile().as_text()))
 """

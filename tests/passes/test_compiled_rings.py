@@ -81,7 +81,7 @@ for name, form in json.loads(sys.argv[1]).items():
         for shape, spec in zip(((1024, 1024), (1024, 2048)), ins)
     ]
     function = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=out))
-    with mock.patch("passes.decide.candidates", lambda *_, **__: (RingSchedule(**form),)):
+    with mock.patch("passes.prices.candidates", lambda *_, **__: (RingSchedule(**form),)):
         lowered = overlap_collectives(function, policy="always", strict=True).lower(*arguments)
     texts[name] = lowered.compile().as_text()
 print(json.dumps(texts))

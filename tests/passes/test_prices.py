@@ -1,0 +1,159 @@
+"""Chains that are alike are priced once, and only those."""
+
+# JAX leaves its collectives untyped.
+# mypy: allow-untyped-calls, no-warn-return-any
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from cost_model import by_name
+from cost_model.ring_work import Before
+from passes import pricing
+from passes.chains import Chain
+from passes.graph import Dataflow
+from passes.network import Network
+from passes.prices import Prices, likeness
+from tests.passes import bodies
+
+ROWS, WIDTH = 16, 64
+
+
+def chains_of(body: Callable[..., Any], *shards: Any) -> tuple[Dataflow, list[Chain]]:
+    flow, matches = bodies.matched(body, *shards, axis_size=4)
+    return flow, [match.found[0] for match in matches if isinstance(match.found, tuple)]
+
+
+def shard(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+SHARDS = [shard(ROWS, WIDTH), shard(WIDTH, WIDTH), shard(WIDTH, WIDTH)]
+
+
+def layer(x: Any, w: Any, v: Any) -> Any:
+    hidden = jnp.tanh(lax.all_gather(x, "x", axis=0, tiled=True) @ w)
+    return x + lax.psum_scatter(hidden @ v, "x", scatter_dimension=0, tiled=True)
+
+
+def layers(count: int) -> Callable[..., Any]:
+    def body(x: Any, w: Any, v: Any) -> Any:
+        for _ in range(count):
+            x = layer(x, w, v)
+        return x
+
+    return body
+
+
+def gathered(x: Any, w: Any, dim: int = 0) -> Any:
+    return lax.all_gather(x, "x", axis=dim, tiled=True) @ w
+
+
+def one(body: Callable[..., Any], *shards: Any) -> Any:
+    """The likeness of a body's only chain."""
+    flow, (chain,) = chains_of(body, *shards)
+    return likeness(flow, chain)
+
+
+def test_layers_are_alike_and_a_gather_is_not_like_a_scatter() -> None:
+    flow, chains = chains_of(layers(5), *SHARDS)
+    assert len(chains) == 10
+    assert len({likeness(flow, chain) for chain in chains}) == 2
+
+
+def two_dots(x: Any, w: Any) -> Any:
+    whole = lax.all_gather(x, "x", axis=0, tiled=True)
+    return whole @ w + whole @ (2 * w)
+
+
+def contracted(x: Any, w: Any) -> Any:
+    return lax.all_gather(x, "x", axis=0, tiled=True).T @ w
+
+
+def exact(x: Any, w: Any) -> Any:
+    return jnp.matmul(lax.all_gather(x, "x", axis=0, tiled=True), w, precision=lax.Precision.HIGHEST)
+
+
+def from_the_right(x: Any, w: Any) -> Any:
+    return lax.dot_general(lax.all_gather(x, "x", axis=0, tiled=True), w, (((1,), (1,)), ((), ())))
+
+
+def shifted(x: Any, w: Any) -> Any:
+    return (lax.all_gather(x, "x", axis=0, tiled=True) + 1) @ w
+
+
+BASE = [shard(16, 64), shard(64, 64)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param((gathered, shard(24, 64), shard(64, 64)), id="rows"),
+        pytest.param((gathered, shard(16, 64), shard(64, 48)), id="columns"),
+        pytest.param((gathered, *(shard(*s.shape, dtype=jnp.bfloat16) for s in BASE)), id="dtype"),
+        *(pytest.param((body, *BASE)) for body in (two_dots, contracted, exact, from_the_right, shifted)),
+    ],
+)
+def test_what_differs_in_a_chain_is_told(other: tuple[Any, ...]) -> None:
+    flow, chains = chains_of(*other)
+    assert likeness(flow, chains[0]) != one(gathered, *BASE)
+
+
+def test_what_is_around_a_chain_does_not_matter() -> None:
+    assert one(lambda x, w: gathered(jnp.exp(x), 2 * w) + 1, *BASE) == one(gathered, *BASE)
+
+
+def test_an_operand_used_twice_is_not_like_two_operands() -> None:
+    def own(x: Any, w: Any) -> Any:
+        whole = lax.all_gather(x, "x", axis=0, tiled=True)
+        return whole.T @ whole, w
+
+    def others(x: Any, w: Any) -> Any:
+        return lax.all_gather(x, "x", axis=0, tiled=True).T @ w
+
+    assert one(own, shard(16, 64), shard(64, 64)) != one(others, shard(16, 64), shard(64, 64))
+
+
+def test_each_kind_is_priced_once_and_as_by_itself() -> None:
+    flow, chains = chains_of(layers(4), *SHARDS)
+    network = Network(by_name("tpu_v5p"))
+    prices = Prices(flow, network, {}, alone=False)
+    with mock.patch("passes.prices.pricer", wraps=pricing.pricer) as pricer:
+        best = [prices.best(chain) for chain in chains]
+    assert pricer.call_count == 2
+    assert best == [Prices(flow, network, {}, alone=False).best(chain) for chain in chains]
+    assert best[0] != best[1]
+
+
+def test_what_is_on_chip_before_is_part_of_the_price() -> None:
+    flow, chains = chains_of(layers(2), *SHARDS)
+    before = {chains[0].collective.op: Before(1e6, stays=True)}
+    prices = Prices(flow, Network(by_name("tpu_v5p")), before, alone=False)
+    with mock.patch("passes.prices.pricer", wraps=pricing.pricer) as pricer:
+        for chain in chains:
+            prices.best(chain)
+    assert pricer.call_count == 3
+
+
+def test_what_cannot_be_hashed_is_priced_each_time() -> None:
+    flow, chains = chains_of(layers(3), *SHARDS)
+    prices = Prices(flow, Network(by_name("tpu_v5p")), {}, alone=False)
+    expected = [prices.best(chain) for chain in chains]
+    with mock.patch("passes.prices.likeness", lambda *_: []):
+        assert [
+            Prices(flow, Network(by_name("tpu_v5p")), {}, alone=False).best(c) for c in chains
+        ] == expected
+
+
+def test_without_hardware_the_last_schedule_is_taken() -> None:
+    flow, chains = chains_of(layers(1), *SHARDS)
+    estimate, schedule = Prices(flow, Network(None), {}, alone=False).best(chains[0])
+    assert estimate is None
+    assert schedule.directions == 2
