@@ -7,7 +7,7 @@ from collections.abc import Callable
 from passes import shims
 from passes.blocks import is_blockwise
 from passes.collective import Collective, mesh_axes
-from passes.graph import GATHERS, REDUCTIONS, Dataflow, Operand
+from passes.graph import COLLECTIVES, GATHERS, REDUCTIONS, Dataflow, Operand
 
 _LOCAL = frozenset({"iota", "dot_general"})
 
@@ -17,7 +17,7 @@ class Invariance:
 
     Types tell only under ``check_vma=True``, so this is derived from the program: constants are invariant,
     the results of a psum or all_gather over the axes, and what deterministic local equations compute from
-    such values.
+    such values. Of what the other collectives make nothing is known: a psum's sum, scattered, differs again.
     """
 
     def __init__(self, flow: Dataflow) -> None:
@@ -45,8 +45,9 @@ class Invariance:
                 known[value] = value in flow.constants
                 continue
             op = flow.ops[flow.producer[value]]
-            if op.name in GATHERS | REDUCTIONS:
-                known[value] = axes.issubset(mesh_axes(op)) and op.params.get("axis_index_groups") is None
+            if op.name in COLLECTIVES:
+                whole = axes.issubset(mesh_axes(op)) and op.params.get("axis_index_groups") is None
+                known[value] = whole and op.name in GATHERS | REDUCTIONS
             elif shims.has_effects(op.eqn) or not (op.name in _LOCAL or is_blockwise(op.name)):
                 known[value] = False
             else:

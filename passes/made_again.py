@@ -15,7 +15,7 @@ import heapq
 from collections.abc import Callable, Iterable, Mapping, Set
 
 from passes.block_eval import cut_once
-from passes.blocks import is_blockwise, is_fusible
+from passes.blocks import LONE, is_blockwise, is_fusible
 from passes.chains import AllGatherDot, Chain, DotPsum
 from passes.graph import Dataflow
 
@@ -96,7 +96,7 @@ def made_again(flow: Dataflow, chains: Iterable[Chain], kept: Iterable[Chain], l
 def fuses(flow: Dataflow, index: int) -> bool:
     """Whether compilers may make what an operation reads part of it."""
     name = flow.ops[index].name
-    return name == "dot_general" or is_blockwise(name)
+    return name == "dot_general" or (is_blockwise(name) and name not in LONE)
 
 
 def read_by_rings(flow: Dataflow, chains: Iterable[Chain]) -> frozenset[int]:

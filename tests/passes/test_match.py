@@ -309,6 +309,22 @@ def test_what_is_the_same_on_every_device_may_come_before_the_wire(check_vma: bo
     np.testing.assert_allclose(outcome.rewritten, exact, rtol=0, atol=1e-2 * np.abs(exact).max())
 
 
+def test_a_sum_that_is_scattered_again_differs_per_device() -> None:
+    def body(x: Any, s: Any, w: Any) -> Any:
+        total = lax.psum(s * jnp.arange(1, 5, dtype=s.dtype), "x")
+        return (gather(x) * scatter(total)).astype(jnp.bfloat16).astype(jnp.float32) @ w
+
+    for check_vma in (True, False):
+        outcome = spmd.run_both(body, (X, S, W), check_vma=check_vma)
+        assert any(site.rewritten for site in outcome.report.sites if site.kind == "all_gather_dot")
+        scattered = 4 * S.sum(dtype=np.float32) * np.arange(1, 5, dtype=np.float32)
+        reference = [
+            np.asarray(jnp.asarray(np.float32(g) * s).astype(jnp.bfloat16), np.float64) @ w
+            for g, s, w in zip(GATHERED, scattered, wide(W), strict=True)
+        ]
+        spmd.assert_as_good(outcome, reference)
+
+
 # Scatters.
 
 
