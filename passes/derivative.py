@@ -189,14 +189,10 @@ def _transpose(
     *values: Any,
     pull: Map,
     counts: tuple[int, int],
-    types: Sequence[Any],
     **_: Any,
 ) -> list[Any]:
     residuals, primals, tangents = _split(values, counts)
-    full = [
-        jnp.zeros(aval.shape, aval.dtype) if isinstance(cotangent, ad.Zero) else cotangent
-        for cotangent, aval in zip(cotangents, types, strict=True)
-    ]
+    full = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
     pulled = zip(pull(residuals, primals, full), tangents, strict=True)
     return [None] * sum(counts) + [ct if ad.is_undefined_primal(t) else None for ct, t in pulled]
 

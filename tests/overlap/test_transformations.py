@@ -291,6 +291,30 @@ def test_inside_shard_map_an_original_that_is_kept(policy: Any) -> None:
     check(jax.grad(_loss(outer), argnums=(0, 1, 2))(*REF.arguments), GRADIENTS)
 
 
+@pytest.mark.parametrize("policy", ["always", "never"])
+def test_a_result_that_the_loss_does_not_read_inside_shard_map(policy: str) -> None:
+    inner = always(jax.jit(lambda x, w, v: (shard_body(x, w, v), 3 * x)), policy=policy)
+
+    def unread(x: Any, w: Any, v: Any) -> Any:
+        first, second = jax.grad(lambda x: (inner(x, w, v)[1] ** 2).sum())(x), inner(x, w, v)
+        return first + 0 * second[0].sum(), jax.grad(lambda w: inner(x, w, v)[0].sum())(w)
+
+    outer = jax.shard_map(unread, mesh=mesh_of(), in_specs=SPECS, out_specs=(P("x"), SPECS[1]))
+    slope, weight = jax.jit(outer)(*REF.arguments)
+    check(slope, 18 * REF.x)
+    check(weight, dataclasses.replace(REF, c=np.ones_like(REF.c)).gradients()[1])
+
+
+def test_a_result_that_the_loss_does_not_read_of_an_explicit_mesh() -> None:
+    mesh = mesh_of(kind=AxisType.Explicit)
+    given = [
+        jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(REF.arguments, SPECS, strict=True)
+    ]
+    decorated = always(jax.jit(lambda x, w, v: (mlp(mesh)(x, w, v), 3 * x)))
+    with jax.set_mesh(mesh):
+        check(jax.jit(jax.grad(lambda x: (decorated(x, *given[1:])[1] ** 2).sum()))(given[0]), 18 * REF.x)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_mesh_in_context(kind: AxisType) -> None:
     mesh = mesh_of(kind=kind)
