@@ -302,7 +302,7 @@ def forms(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
     unit = chain.unit(axis.size)
     most = MOST_PIECES if axis.hardware.opposite_hops_overlap else 1
     # XLA:CPU adds narrow floats up in float32 when it scatters, and so do rings there.
-    wide = not chain.gathers and axis.hardware.name == "cpu"
+    wide = not chain.gathers and "cpu" in axis.hardware.device_kinds
     fitting = [
         dataclasses.replace(form, wide_wire=wide)
         for form in _all(chain, axis)

@@ -109,13 +109,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def considered(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
     """The forms of rings that the pass prices: those of the chip's rule."""
-    rule = rules.rule(axis.hardware, gathers=chain.gathers)
+    explicit = shims.EXPLICIT_STARTS
+    rule = rules.rule(axis.hardware, gathers=chain.gathers, explicit=explicit)
 
     def follows(form: Form) -> bool:
         if form.route != "ring":
             return True
         if form.halfway:
-            return rule.takes_halfway(len(chain.dots))
+            return rule.takes_halfway(len(chain.dots), explicit=explicit)
         if chain.gathers:
             free = form.across or rule.joined is None
             return free or form.joined == (rule.joined and form.pieces > 1)

@@ -61,8 +61,9 @@ def candidates(
     if on_cpu and isinstance(chain, AllGatherDot) and not in_turn and not unroll:
         late = RingSchedule(directions=1, late=True)
         return (RingSchedule(directions=1), late) if thorough else (late,)
-    known = rule(axis.hardware, gathers=isinstance(chain, AllGatherDot))
-    wire = _wire(flow, chain, axis)
+    explicit = starts_explicitly(flow)
+    known = rule(axis.hardware, gathers=isinstance(chain, AllGatherDot), explicit=explicit)
+    wire: Literal["float32", "operand"] = "float32" if "cpu" in axis.hardware.device_kinds else "operand"
     found = []
     bases = [
         RingSchedule(directions=directions, unroll=unroll, wire=wire, orders=_orders(axis, rings))
@@ -86,6 +87,11 @@ def candidates(
         # Of the rings only the simplest could still be better there, and timing takes long.
         fitting = [*fitting[:1], *in_turn]
     return tuple(fitting) or (RingSchedule(directions=1, unroll=unroll, wire=wire),)
+
+
+def starts_explicitly(flow: Dataflow) -> bool:
+    """Whether rings on TPU and GPU start their hops themselves; what is differentiated afterwards cannot."""
+    return shims.EXPLICIT_STARTS and not flow.differentiable
 
 
 def _adds_up(chain: Chain) -> bool:
@@ -151,15 +157,16 @@ def _strips_of_sum(
             yield dataclasses.replace(base, chains=pieces, across=True)
 
 
-def _wire(flow: Dataflow, chain: Chain, axis: Axis) -> Literal["float32", "operand"]:
-    """How sums travel: as the collective itself would send them.
+def as_run(flow: Dataflow, chain: Chain, schedule: RingSchedule) -> RingSchedule:
+    """A schedule for the devices that the program is on, whatever hardware it was priced for.
 
-    On TPU and GPU a reduce_scatter of narrow floats rounds each sum that it sends on. XLA:CPU widens it to
-    float32, so a ring that did not would be the less exact of the two.
+    Sums travel as the collective itself would send them. On TPU and GPU a reduce_scatter of narrow floats
+    rounds each sum that it sends on. XLA:CPU widens it to float32, so a ring that did not would be the less
+    exact of the two.
     """
     (value,) = flow.ops[chain.collective.op].outputs
-    kind = shims.device_kind(flow.avals[value])
-    return "float32" if "cpu" in (kind, axis.hardware.name) else "operand"
+    on_cpu = shims.device_kind(flow.avals[value]) == "cpu"
+    return dataclasses.replace(schedule, wire="float32") if on_cpu else schedule
 
 
 def _directions(unit: int) -> tuple[Literal[1, 2], ...]:
@@ -207,7 +214,7 @@ def _halfway(flow: Dataflow, chain: Chain, known: Rule | None) -> bool:
     """
     if not isinstance(chain, AllGatherDot) or _adds_up(chain):
         return False
-    if known is not None and not known.takes_halfway(len(chain.dots)):
+    if known is not None and not known.takes_halfway(len(chain.dots), explicit=starts_explicitly(flow)):
         return False
     return wire_dtype(flow, chain) == flow.avals[chain.wire].dtype
 
@@ -225,7 +232,7 @@ def _in_chunks(flow: Dataflow, chain: Chain, base: RingSchedule) -> Iterator[Rin
     None where the compiler places the starts: it puts too few of them before what could hide them, and the
     program may be slower than it was.
     """
-    if not shims.EXPLICIT_STARTS:
+    if not starts_explicitly(flow):
         return
     if not isinstance(chain, DotPsum) or chain.gather is not None or base.unroll:
         return

@@ -147,12 +147,12 @@ def decide(
             if taken.intersection(dots_of(proposal)):
                 proposal = _propose(proposal.collective, remaining, policy, prices)
             invariant = proposal.collective.op in loop_invariant
+            trial = None
             if policy in ("verify", "autotune") and not invariant:
-                decision = _tried(flow, proposal, network, try_out, prices)
-            else:
-                axis = prices.axis(proposal.collective)
-                hardware = None if axis is None else axis.hardware
-                decision = _judge(proposal, policy, describe, hardware, invariant)
+                trial = _tried(flow, proposal, network, try_out, prices)
+            axis = prices.axis(proposal.collective)
+            hardware = None if axis is None else axis.hardware
+            decision = trial or _judge(proposal, policy, describe, hardware, invariant)
         if decision.rewritten:
             taken.update(dots_of(decision))
         decided[decision.collective.op] = decision
@@ -250,18 +250,18 @@ def _tried(
     network: Network,
     try_out: TryOut | None,
     prices: Prices,
-) -> Decision:
-    """Decides by what the compiler makes of the chain's best schedules; by cost model where it cannot."""
+) -> Decision | None:
+    """Decides by what the compiler makes of the chain's best schedules; None where it cannot."""
     axis = network.axis(proposal.collective)
     assert proposal.ring is not None
     chain = proposal.ring.chain
     program = None if try_out is None or axis is None else excerpt(flow, chain, network)
     if try_out is None or axis is None or program is None:
-        return _judge(proposal, "auto", _never_asked, network.hardware)
+        return None
     price = prices.of(chain, axis)
     trial = try_out(program, prices.fastest(chain, axis, TRIED))
     if trial is None:
-        return _judge(proposal, "auto", _never_asked, network.hardware)
+        return None
 
     def with_ring(schedule: RingSchedule, ring_s: float, note: str) -> Decision:
         return dataclasses.replace(
@@ -295,10 +295,6 @@ def _found(trial: Trial[RingSchedule], ring_s: float, note: str) -> str:
     best = "no ring could be run" if math.isinf(ring_s) else f"{ring_s * 1e6:.0f} µs as the best ring tried"
     kind = trial.kind.capitalize()
     return f"{kind}: {trial.original_s * 1e6:.0f} µs as written, {best}. {note}".rstrip()
-
-
-def _never_asked(decision: Decision) -> Site:
-    raise AssertionError(f"the cost model alone decides on {decision}")
 
 
 def _verdict(

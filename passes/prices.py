@@ -10,7 +10,7 @@ from collections.abc import Hashable, Iterable, Mapping
 
 from cost_model import Axis, Estimate
 from cost_model.ring_work import NOTHING_BEFORE, Before
-from passes.candidates import candidates
+from passes.candidates import as_run, candidates
 from passes.chains import BlockOp, Chain, DotPsum, DotReduceScatter
 from passes.collective import Collective
 from passes.graph import Dataflow, Literal
@@ -61,7 +61,8 @@ class Prices:
         """Of all schedules that may be best on an axis so many of the least predicted time."""
         price = self.of(chain, axis)
         found = candidates(self._flow, chain, axis, thorough=True)
-        return tuple(sorted(found, key=lambda schedule: price(schedule).overlapped_s)[:count])
+        fastest = sorted(found, key=lambda schedule: price(schedule).overlapped_s)[:count]
+        return tuple(as_run(self._flow, chain, schedule) for schedule in fastest)
 
     def _before_it(self, chain: Chain) -> Before:
         return self._before.get(chain.collective.op, NOTHING_BEFORE)
@@ -72,7 +73,8 @@ class Prices:
         if axis is None:
             return None, schedules[-1]
         price = self.of(chain, axis)
-        return max(((price(schedule), schedule) for schedule in schedules), key=lambda p: p[0].rank)
+        estimate, schedule = max(((price(s), s) for s in schedules), key=lambda p: p[0].rank)
+        return estimate, as_run(self._flow, chain, schedule)
 
 
 def likeness(flow: Dataflow, chain: Chain) -> Hashable:

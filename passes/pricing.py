@@ -8,9 +8,9 @@ import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
-from cost_model import Axis, Estimate, Matmul, RingWork, estimate, exchange_estimate
+from cost_model import Axis, Estimate, Hardware, Matmul, RingWork, estimate, exchange_estimate
 from cost_model.in_turn import in_turn_estimate
 from cost_model.matmul import matmul_s
 from cost_model.offloaded import InTurn, offloaded_estimate, sums_whole
@@ -136,8 +136,9 @@ def _offloaded(
     moved, rounded = flow.aval(op.inputs[0]), _NONE
     moved_bytes = moved.size * moved.dtype.itemsize
     if isinstance(chain, AllGatherDot):
-        moved, sent = flow.avals[chain.wire], wire_dtype(flow, chain)
-        moved_bytes = _as_gathered(flow, chain, moved.size * sent.itemsize, rounded=sent != moved.dtype)
+        moved, sent = flow.avals[chain.wire], _sent(flow, chain, axis.hardware)
+        total_bytes = moved.size * sent.itemsize
+        moved_bytes = _as_gathered(flow, chain, total_bytes, axis.hardware, rounded=sent != moved.dtype)
         rounded = {} if sent == moved.dtype else dict.fromkeys(chain.blocked, sent.name)
     cut = across(flow, inner) if schedule.across else None
     share, second = (part, None) if cut is None else (Fraction(1), (cut, part))
@@ -162,13 +163,10 @@ def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis, before: Before 
     gathered = flow.avals[flow.ops[chain.collective.op].outputs[0]]
     wire = flow.avals[chain.wire]
     # What travels in a narrower type does so before and after.
-    torus = axis.hardware.network == "torus"
-    sent = wire_dtype(flow, chain) if torus else wire.dtype
+    sent = _sent(flow, chain, axis.hardware)
     rounded = {} if sent == wire.dtype else dict.fromkeys(chain.blocked, sent.name)
-    gathered_bytes = gathered.size * (sent if rounded else gathered.dtype).itemsize
-    if torus:
-        # When in doubt the original is the faster one.
-        gathered_bytes = _as_gathered(flow, chain, gathered_bytes, rounded=bool(rounded))
+    total_bytes = gathered.size * (sent if rounded else gathered.dtype).itemsize
+    gathered_bytes = _as_gathered(flow, chain, total_bytes, axis.hardware, rounded=bool(rounded))
     whole = _matmuls(flow, chain, Fraction(1), rounded=rounded)
     sums = [flow.avals[flow.ops[d.op].outputs[0]] for d in chain.summed]
     accumulator = max((accumulator_dtype(s.dtype) for s in sums), key=lambda d: d.itemsize, default=None)
@@ -204,9 +202,21 @@ def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis, before: Before 
     return work
 
 
-def _as_gathered(flow: Dataflow, chain: AllGatherDot, total_bytes: int, *, rounded: bool) -> int:
-    """Bytes of an array as a TPU gathers it: the half where the compiler may round it and nothing did."""
-    return total_bytes // 2 if not rounded and may_round(flow, chain) else total_bytes
+def _sent(flow: Dataflow, chain: AllGatherDot, hardware: Hardware) -> Any:
+    """The type in which what a chain gathers travels: between TPUs a narrower one perhaps."""
+    return wire_dtype(flow, chain) if hardware.network == "torus" else flow.avals[chain.wire].dtype
+
+
+def _as_gathered(
+    flow: Dataflow, chain: AllGatherDot, total_bytes: int, hardware: Hardware, *, rounded: bool
+) -> int:
+    """Bytes of an array as the program gathers it as written.
+
+    Half of them where a TPU's compiler may round it and no one else did: what cannot be known is taken to be
+    in favour of the program as written.
+    """
+    halved = hardware.network == "torus" and not rounded and may_round(flow, chain)
+    return total_bytes // 2 if halved else total_bytes
 
 
 def scatter_work(

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Final, Literal
 
 from cost_model import Hardware, from_device_kind
-from passes import shims
 
 Pattern = Literal["gather", "scatter"]
 
@@ -27,13 +26,13 @@ class Rule:
     across: bool = False
     joined: bool | None = None
 
-    def takes_halfway(self, dots: int) -> bool:
+    def takes_halfway(self, dots: int, *, explicit: bool) -> bool:
         """Whether whole shards of a gather with so many dots may go half way round.
 
         Where the compiler places the starts, it puts few of them before the matmuls that could hide them:
         with three dots a ring half way took 1.25 times as long as priced (v4).
         """
-        return not self.joined and (shims.EXPLICIT_STARTS or dots == 1)
+        return not self.joined and (explicit or dots == 1)
 
 
 _RUN: Final = "bench/results/tpu_schedules.md"
@@ -64,14 +63,19 @@ DEFAULT: Final[dict[Pattern, Rule]] = {
 }
 
 
-def rule(hardware: Hardware, *, gathers: bool) -> Rule:
+def rule(hardware: Hardware, *, gathers: bool, explicit: bool) -> Rule:
     """The rule for chains that gather, or that scatter, on some hardware.
 
     It is the compiler's, and so that of the kind of device: one core of a chip, or a chip whose rates were
     measured, has a name of its own.
+
+    Args:
+      hardware: where the rings run.
+      gathers: which of the two.
+      explicit: whether hops are started explicitly.
     """
     pattern: Pattern = "gather" if gathers else "scatter"
     kinds = map(from_device_kind, hardware.device_kinds)
     chip = next((known.name for known in kinds if known is not None), hardware.name)
-    table = EXPLICIT if shims.EXPLICIT_STARTS else IMPLIED
+    table = EXPLICIT if explicit else IMPLIED
     return table.get((chip, pattern), DEFAULT[pattern])

@@ -27,6 +27,8 @@ def wire_dtype(flow: Dataflow, chain: AllGatherDot) -> Any:
     dtype = flow.avals[chain.wire].dtype
     if dtype != jnp.float32 or chain.handed_out or chain.collective.kind != "all_gather":
         return dtype
+    if flow.differentiable:
+        return dtype  # A derivative of the ring would round its tangents too.
     moved = all(flow.ops[block.op].name in _MOVES for block in chain.after)
     rounded = moved and all(_rounds(flow, dot, chain.collective.axis_size) for dot in chain.dots)
     return jnp.dtype(jnp.bfloat16) if rounded else dtype

@@ -18,7 +18,7 @@ from jax import lax
 from cost_model import Axis, Topology, by_name, names
 from cost_model.plain_chain import COLUMNS, LEAST_COLUMN, LONGEST_UNROLLED, MOST_PIECES
 from passes import rules, shims
-from passes.candidates import EXCHANGE, UNROLL, candidates
+from passes.candidates import EXCHANGE, UNROLL, as_run, candidates
 from passes.chains import AllGatherDot, Chain, DotPsum
 from passes.graph import Dataflow
 from passes.rules import DEFAULT, EXPLICIT, IMPLIED, rule
@@ -272,11 +272,26 @@ def test_a_ring_in_the_axis_s_own_order_needs_none() -> None:
 def test_sums_travel_as_the_collective_would_send_them() -> None:
     flow, chain = scatter()
     assert {s.wire for s in candidates(flow, chain, AXES["cpu"])} == {"float32"}
+    narrow = candidates(flow, chain, AXES["ring"])
+    assert {s.wire for s in narrow} == {"operand"}
+    # On virtual CPU devices the program runs as is right there, whatever hardware it is priced for.
+    assert {as_run(flow, chain, s).wire for s in narrow} == {"float32"}
     with mock.patch.object(shims, "device_kind", lambda _: "TPU v5"):
-        assert {s.wire for s in candidates(flow, chain, AXES["ring"])} == {"operand"}
-        assert {s.wire for s in candidates(flow, chain, AXES["cpu"])} == {"float32"}
-    # The program runs on virtual CPU devices, whatever hardware it is priced for.
-    assert {s.wire for s in candidates(flow, chain, AXES["ring"])} == {"float32"}
+        assert tuple(as_run(flow, chain, s) for s in narrow) == narrow
+
+
+def test_what_is_differentiated_afterwards_is_priced_as_it_will_run() -> None:
+    """Its rings start no hops themselves, and what they gather is not rounded."""
+    with mock.patch.object(shims, "EXPLICIT_STARTS", True):
+        flow, chain = psum()
+        assert any(s.columns > 1 for s in candidates(flow, chain, AXES["ring"], thorough=True))
+        later = dataclasses.replace(flow, differentiable=True)
+        assert not any(s.columns > 1 for s in candidates(later, chain, AXES["ring"], thorough=True))
+        flow, chain = gather_free()
+        v5p = Axis(V5P, 4)
+        assert {s.joined for s in candidates(flow, chain, v5p) if s.pieces > 1} == {False, True}
+        later = dataclasses.replace(flow, differentiable=True)
+        assert {s.joined for s in candidates(later, chain, v5p) if s.pieces > 1} == {True}
 
 
 def test_an_all_to_all_is_exchanged() -> None:
@@ -351,7 +366,7 @@ def test_what_a_rule_says_is_proposed(hardware: Any, explicit: bool) -> None:
     with mock.patch.object(shims, "EXPLICIT_STARTS", explicit):
         for make in (gather_free, scatter):
             flow, chain = make()
-            known = rule(hardware, gathers=make is not scatter)
+            known = rule(hardware, gathers=make is not scatter, explicit=explicit)
             found = candidates(flow, chain, axis)
             assert any((s.chains, s.across) == (known.chains, known.across) for s in found)
             assert {s.directions for s in found} == ({1, 2} if hardware.opposite_hops_overlap else {1})
@@ -363,19 +378,20 @@ def test_what_a_rule_says_is_proposed(hardware: Any, explicit: bool) -> None:
 
 
 def test_every_tpu_has_rules_and_the_others_the_default() -> None:
-    for table in (EXPLICIT, IMPLIED):
+    for table, explicit in ((EXPLICIT, True), (IMPLIED, False)):
         assert {name for name, _ in table} == {name for name in names() if name.startswith("tpu")}
         assert {pattern for _, pattern in table} == {"gather", "scatter"}
-    for hardware in HARDWARE:
-        for pattern, default in DEFAULT.items():
-            known = rule(hardware, gathers=pattern == "gather")
+        for hardware, (pattern, default) in itertools.product(HARDWARE, DEFAULT.items()):
+
+            def of(hardware: Any, gathers: bool = pattern == "gather", explicit: bool = explicit) -> Any:
+                return rule(hardware, gathers=gathers, explicit=explicit)
+
+            known = of(hardware)
             assert (known is default) != hardware.name.startswith("tpu")
             # A topology of TPU v4 is of cores, and what was measured has a name of its own too.
-            assert rule(hardware.per_core(2), gathers=pattern == "gather") is known
-            measured = dataclasses.replace(hardware, name="measured")
-            assert rule(measured, gathers=pattern == "gather") is known
-            by_hand = dataclasses.replace(hardware, device_kinds=())
-            assert rule(by_hand, gathers=pattern == "gather") is known
+            assert of(hardware.per_core(2)) is known
+            assert of(dataclasses.replace(hardware, name="measured")) is known
+            assert of(dataclasses.replace(hardware, device_kinds=())) is known
 
 
 def test_a_rule_names_the_run_that_supports_it_and_fits_the_limit() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import overlap
 import passes
+from cost_model import Hardware, by_name
 from passes import Site
 from tests.passes import bodies, spmd
 
@@ -251,6 +254,26 @@ def test_always_takes_every_chain_whatever_its_benefit() -> None:
     assert [site.rewritten for site in sites] == [True, True, False]
     benefits = [site.estimate.benefit_s for site in sites[:2] if site.estimate is not None]
     assert benefits[0] > 0 > benefits[1]
+
+
+def given(hardware: Hardware, kind: str | None) -> Hardware:
+    """The same hardware for every kind of device."""
+    return hardware
+
+
+def test_verify_asks_as_much_as_auto_of_what_it_cannot_compile() -> None:
+    """Of chains that are not alone in their program more may be asked."""
+    careful = dataclasses.replace(by_name("tpu_v4"), least_gain=0.0, least_gain_beside=0.99)
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 1024), (1024, 8192)))
+
+    def body(x: Any, w: Any) -> Any:
+        return gather(x) @ w, gather(2 * x) @ w
+
+    jaxpr = mapped(body, spmd.mesh_of(4), OVER_X, P(), out=P()).trace(x, w).jaxpr
+    for hardware, rewritten in ((careful, False), (dataclasses.replace(careful, least_gain_beside=0), True)):
+        for policy in ("auto", "verify"):
+            sites = passes.sites(passes.make_plan(jaxpr, policy, partial(given, hardware)))
+            assert [site.rewritten for site in sites] == [rewritten] * 2
 
 
 def test_auto_takes_just_the_chains_that_are_predicted_to_gain() -> None:

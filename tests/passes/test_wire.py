@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -153,6 +154,18 @@ def test_prices_count_the_bytes_that_travel(hardware: str, halved: bool) -> None
     assert (prices[0] == prices[1]) == halved
     plain = [chain_of("all_gather_dot", 32 * SIZE, SIZE, SIZE, dtype=d) for d in ("float32", "bfloat16")]
     assert (plain[0].wire_bytes(axis) == plain[1].wire_bytes(axis)) == halved
+
+
+def test_pieces_by_all_gathers_are_priced_as_they_travel() -> None:
+    exact = partial(lax.dot, precision="highest")
+    for hardware, rounds in (("tpu_7x", True), ("h100", False)):
+        axis = Axis(by_name(hardware), 4)
+        pieces = RingSchedule(directions=1, route="all_gather", chains=2)
+        prices = []
+        for multiply in (lax.dot, exact):
+            flow, chain = matched(lambda x, w, by=multiply: by(gathered(x), w), (8 * SIZE, SIZE), LARGE[1])
+            prices.append(pricer(flow, chain, axis)(pieces))
+        assert (prices[0] == prices[1]) != rounds
 
 
 @pytest.mark.parametrize("pattern_axis", [0, 1])
