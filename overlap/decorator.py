@@ -95,6 +95,13 @@ def overlap_collectives(
         return functools.partial(overlap_collectives, hardware=hardware, policy=policy, strict=strict)
     if not callable(fun):
         raise TypeError(f"overlap_collectives takes a function, not {type(fun).__name__}")
+    if _is_wrapped_elsewhere(fun):
+        kind = f"{type(fun).__module__.partition('.')[0]}'s {type(fun).__name__}"
+        raise TypeError(
+            f"overlap_collectives takes a function, jitted by jax.jit or not at all, and this is {kind}. Put "
+            "it inside, as in nnx.jit(overlap_collectives(f)), or decorate a jax.jit of what is left of the "
+            "arguments once they are split into arrays and the rest."
+        )
     return Overlapped(fun, hardware, policy, strict)
 
 
@@ -327,6 +334,13 @@ class _Method:
 
     def __repr__(self) -> str:
         return f"<bound method {self.__func__!r} of {self.__self__!r}>"
+
+
+def _is_wrapped_elsewhere(fun: Any) -> bool:
+    """Whether another library has jitted a function, of arguments that it takes apart: flax, equinox."""
+    if shims.is_jitted(fun) or type(fun).__module__.startswith(("jax", "overlap")):
+        return False
+    return isinstance(fun, jax.stages.Wrapped) or (hasattr(fun, "lower") and hasattr(fun, "__wrapped__"))
 
 
 def _jit_options(fun: Any) -> shims.JitOptions:

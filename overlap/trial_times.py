@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from overlap import units
 from passes import Choice, Trial
 
 GAIN: Final = 0.01
@@ -76,6 +77,16 @@ class Times:
         return all(isinstance(ring, Timed) or ring.lasting for ring in self.rings)
 
 
+def _more_memory(times: Times) -> str:
+    """How much more memory the fastest ring needs than the chain as written."""
+    fastest = min((ring for ring in times.rings if isinstance(ring, Timed)), key=lambda ring: ring.seconds)
+    original = times.original.temporary_bytes
+    if fastest.temporary_bytes is None or original is None:
+        return ""
+    more = fastest.temporary_bytes - original
+    return f"It needs {units.size(more)} more than the {units.size(original)} of temporary memory as written."
+
+
 def choose(times: Times, choices: Sequence[Choice], kind: str) -> Trial[Choice]:
     """The fastest ring that needs no more memory than the chain as written, if it gains enough.
 
@@ -103,7 +114,7 @@ def choose(times: Times, choices: Sequence[Choice], kind: str) -> Trial[Choice]:
         times.original.seconds,
         larger_s if lean else best_s,
         kind,
-        note="It needs more memory." if lean else "",
+        note=_more_memory(times) if lean else "",
         larger=choices[larger] if larger_s < min(enough_s, best_s / (1 + GAIN)) else None,
         larger_s=larger_s,
         nearly=choices[nearly] if nearly_s <= run_s * (1 + NEARLY) else None,

@@ -304,14 +304,15 @@ def _verdict(
         return Code.POLICY_NEVER, False
     if policy == "always":
         return Code.POLICY_ALWAYS, True
-    if callable(policy):
-        accepted = policy(describe(proposal))
-        return (Code.POLICY_ACCEPTED, True) if accepted else (Code.POLICY_DECLINED, False)
     if proposal.estimate is None or hardware is None:
-        return Code.UNKNOWN_HARDWARE, False
-    if pays(proposal.estimate, hardware):
-        return Code.PROFITABLE, True
-    return Code.NOT_PROFITABLE, False
+        predicted = Code.UNKNOWN_HARDWARE
+    else:
+        predicted = Code.PROFITABLE if pays(proposal.estimate, hardware) else Code.NOT_PROFITABLE
+    if callable(policy):
+        # It is told what the cost model alone would decide.
+        accepted = policy(describe(dataclasses.replace(proposal, reason=Reason(predicted))))
+        return (Code.POLICY_ACCEPTED, True) if accepted else (Code.POLICY_DECLINED, False)
+    return predicted, predicted is Code.PROFITABLE
 
 
 def rings_of(decisions: Iterable[Decision]) -> tuple[Ring, ...]:

@@ -26,6 +26,24 @@ from tests.overlap.mlp import always, check, hops, mesh_of, mlp, reference
 REF = reference()
 
 
+class JittedElsewhere:
+    """As flax and equinox wrap a function: it can be called and lowered, and is none of jax.jit's."""
+
+    def __init__(self, fun: Callable[..., Any]) -> None:
+        self.__wrapped__ = fun
+
+    def __call__(self, *args: Any) -> Any:
+        return self.__wrapped__(*args)
+
+    def lower(self, *args: Any) -> Any:
+        return jax.jit(self.__wrapped__).lower(*args)
+
+
+def test_what_another_library_has_jitted_is_refused_with_what_to_do() -> None:
+    with pytest.raises(TypeError, match=r"tests's JittedElsewhere.*nnx.jit\(overlap_collectives\(f\)\)"):
+        overlap_collectives(JittedElsewhere(mlp()))
+
+
 def struct(array: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)
 
@@ -391,6 +409,7 @@ def test_a_jit_whose_options_cannot_be_read_is_a_clear_error(monkeypatch: pytest
     class Future:
         """As a jitted function of a jax that keeps its options elsewhere."""
 
+        __module__ = "jaxlib.future"
         __wrapped__ = staticmethod(mlp())
         trace = lower = eval_shape = __call__ = staticmethod(jitted)
 

@@ -72,6 +72,7 @@ class TestChoice:
         trial = trials()(program, schedules)
         assert trial is not None
         assert (trial.choice, trial.ring_s) == (None, 60e-6)
+        assert trial.note == "It needs 1 B more than the 1000 B of temporary memory as written."
 
     def test_memory_that_the_compiler_does_not_tell_rules_nothing_out(
         self, monkeypatch: pytest.MonkeyPatch

@@ -304,6 +304,8 @@ def test_a_callable_policy_is_asked_about_every_chain_and_obeyed(wanted: str) ->
     assert {site.result for site in asked} == {"f32[12,5]", "f32[12,4]"}
     assert {site.kind for site in asked} == {"all_gather_dot"}
     assert all(site.dots and site.schedule and site.estimate is not None and site.source for site in asked)
+    # It is told what the cost model alone would decide.
+    assert {site.reason for site in asked} == {"not_profitable"}
     chains = [site for site in outcome.report.sites if site.dots]
     assert [site.rewritten for site in chains] == [site.result == wanted for site in chains]
     assert {site.reason for site in chains} == {"policy_accepted", "policy_declined"}
