@@ -28,6 +28,7 @@ class Sinking:
       reductions: reductions over the gathered dim that every device can do for its own shard.
       uniform: those of the blocked values that owner and receiver of a shard would compute alike.
       stops: why it went no further, and where.
+      bit: stands for it in numbers that say which gathers' dots a value needs.
     """
 
     collective: Collective
@@ -37,6 +38,12 @@ class Sinking:
     reductions: list[int] = dataclasses.field(default_factory=list)
     uniform: set[int] = dataclasses.field(default_factory=set)
     stops: list[Reason] = dataclasses.field(default_factory=list)
+    bit: int = 0
+
+    @property
+    def reducible(self) -> bool:
+        """Whether every device could reduce its own shard, where the gathered dim is reduced."""
+        return self.collective.kind == "all_gather" and self.collective.groups is None
 
 
 def call_of(flow: Dataflow, op: Op) -> Call:
@@ -55,30 +62,42 @@ def find_gather_chains(
 
     The operations may be all_gathers, or others whose result can be taken as gathered along
     ``Collective.dim``.
+
+    What needs the result of a dot that a gather has reached is no part of its chain. The gather goes no
+    further there: each sum of a residual stream ends with its layer, and does not sink through all others.
     """
     sinkings: dict[int, Sinking] = {}
     gathered_by: dict[int, list[Sinking]] = {}
+    dots_needed: dict[int, int] = {}
     for index, op in flow.live.items():
         found: dict[int, Sinking] = {}
+        needed = 0
         for operand in op.inputs:
             if isinstance(operand, int):
+                needed |= dots_needed.get(operand, 0)
                 for sinking in gathered_by.get(operand, ()):
                     found[sinking.collective.op] = sinking
         for sinking in found.values():
+            late = bool(needed & sinking.bit)
             if op.name == "dot_general":
-                _reach_dot(flow, sinking, index, op)
-            elif _sink(flow, sinking, index, op, invariance):
+                if not late and _reach_dot(flow, sinking, index, op):
+                    needed |= sinking.bit
+            elif _sink(flow, sinking, index, op, invariance, late=late):
                 for value in op.outputs:
                     gathered_by.setdefault(value, []).append(sinking)
+        if needed:
+            dots_needed.update(dict.fromkeys(op.outputs, needed))
         if index in gathers and not explicitly_sharded(flow.avals[op.outputs[0]]):
             (value,) = op.outputs
-            sinking = Sinking(gathers[index], {value: gathers[index].dim}, uniform={value})
+            bit = 1 << len(sinkings)
+            sinking = Sinking(gathers[index], {value: gathers[index].dim}, uniform={value}, bit=bit)
             sinkings[index] = sinking
             gathered_by.setdefault(value, []).append(sinking)
     return {index: _chain(flow, sinkings.get(index), invariance) for index in gathers}
 
 
-def _reach_dot(flow: Dataflow, sinking: Sinking, index: int, op: Op) -> None:
+def _reach_dot(flow: Dataflow, sinking: Sinking, index: int, op: Op) -> bool:
+    """Adds a dot to what a gather reaches, if it can be part of a ring; says whether it did."""
     blocked = [sinking.blocked.get(operand) if isinstance(operand, int) else None for operand in op.inputs]
     side = 0 if blocked[0] is not None else 1
     dim = blocked[side]
@@ -94,10 +113,21 @@ def _reach_dot(flow: Dataflow, sinking: Sinking, index: int, op: Op) -> None:
         sinking.stops.append(Reason(Code.EMPTY, f"At dot_general, {op.source}."))
     else:
         sinking.dots.append(BlockOp(index, dims))
+        return True
+    return False
 
 
-def _sink(flow: Dataflow, sinking: Sinking, index: int, op: Op, invariance: Invariance) -> bool:
-    """Sinks a gather through one equation, if it acts block by block; says whether it did."""
+def _sink(
+    flow: Dataflow, sinking: Sinking, index: int, op: Op, invariance: Invariance, *, late: bool
+) -> bool:
+    """Sinks a gather through one equation, if it acts block by block; says whether it did.
+
+    Through a late one, which needs a dot's result, only towards reductions: of what is uniform.
+    """
+    invariant = invariance.over(sinking.collective)
+    uniform = sinking.reducible and all(o in sinking.uniform or invariant(o) for o in op.inputs)
+    if late and not uniform:
+        return False
     blocked = [sinking.blocked.get(operand) if isinstance(operand, int) else None for operand in op.inputs]
     side = next(i for i, dim in enumerate(blocked) if dim is not None)
     dim = blocked[side]
@@ -114,8 +144,7 @@ def _sink(flow: Dataflow, sinking: Sinking, index: int, op: Op, invariance: Inva
         return False
     sinking.ops.append(BlockOp(index, rule))
     sinking.blocked.update(dict.fromkeys(op.outputs, rule.result_dim))
-    invariant = invariance.over(sinking.collective)
-    if all(operand in sinking.uniform or invariant(operand) for operand in op.inputs):
+    if uniform:
         sinking.uniform.update(op.outputs)
     return True
 
@@ -130,8 +159,7 @@ def _is_shard_reduction(flow: Dataflow, sinking: Sinking, op: Op, dim: int) -> b
         and dim in op.params["axes"]
         and not shards(op.params.get("out_sharding"))
         and op.inputs[0] in sinking.uniform
-        and sinking.collective.kind == "all_gather"
-        and sinking.collective.groups is None
+        and sinking.reducible
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import overlap
 import passes
+from passes import blocks
 from passes.chains import AllGatherDot, DotReduceScatter
 from passes.graph import Dataflow, dataflow
 from passes.reasons import Code, Reason
@@ -511,3 +513,23 @@ def test_every_collective_is_matched_in_program_order() -> None:
         4
     }
     assert dataflow(bodies.shard_body(body, X[0], wide[0])).ops[ops[0]].source == flow.ops[ops[0]].source
+
+
+def residual_sums(layers: int) -> Callable[..., Any]:
+    def body(x: Any, w: Any, v: Any) -> Any:
+        for _ in range(layers):
+            x = x + lax.psum(jnp.tanh(x @ w) @ v, "x")
+        return x
+
+    return body
+
+
+def test_each_sum_of_a_residual_stream_is_followed_to_the_next_one_only() -> None:
+    square = np.zeros((8, 8), np.float32)
+
+    def followed(layers: int) -> int:
+        with mock.patch("passes.gather_match.blockwise", wraps=blocks.blockwise) as blockwise:
+            bodies.matched(residual_sums(layers), square, square, square)
+        return int(blockwise.call_count)
+
+    assert followed(12) - followed(8) == followed(8) - followed(4) > 0
