@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -94,12 +95,20 @@ class Axis:
             return 0.0
         if self.topology is None:
             return exchange_s(block_bytes, self.size, self.hardware, distance=distance % self.size)
-        pairs = tuple(
-            (group[place], group[(place + distance) % self.size])
-            for group in self.groups
-            for place in range(self.size)
-        )
-        return self.topology.permute_s(pairs, block_bytes)
+        if not (math.isfinite(block_bytes) and block_bytes >= 0):
+            raise ValueError(f"bytes must be finite and not negative, got {block_bytes!r}")
+        latency_s, s_per_byte = _permute_cost(self.topology, self.groups, distance % self.size)
+        return max(latency_s, block_bytes * s_per_byte)
+
+
+@functools.lru_cache(maxsize=4096)
+def _permute_cost(
+    topology: Topology, groups: tuple[tuple[int, ...], ...], distance: int
+) -> tuple[float, float]:
+    """What it costs that every device sends to the one `distance` places further along: `permute_cost`."""
+    return topology.permute_cost(
+        pair for group in groups for pair in zip(group, group[distance:] + group[:distance], strict=True)
+    )
 
 
 def ring_hop_s(shard_bytes: float, axis_size: int, hardware: Hardware, *, directions: Directions) -> float:

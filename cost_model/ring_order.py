@@ -233,11 +233,4 @@ def _step_cost(orders: Orders, topology: Topology, groups: Groups, directions: i
         for direction in (1, -1)[:directions]
         for hop in _hops(order, groups, direction)
     ]
-    return hops_cost(topology, hops)
-
-
-def hops_cost(topology: Topology, hops: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Latency of the longest of the hops (source, target), and seconds per byte that each carries at once."""
-    latency_s = max((topology.latency_s(*hop) for hop in hops), default=0.0)
-    busy = (count / topology.link_bytes_per_s(link) for link, count in topology.load(hops).items())
-    return latency_s, max(busy, default=0.0)
+    return topology.permute_cost(hops)

@@ -14,16 +14,16 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from cost_model.crossings import Way, busiest_link
 from cost_model.hardware import Hardware
 
 Coords = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where one device is.
+class Place(NamedTuple):
+    """Where one device is. A tuple, as links are: pods have thousands, which routes make and count.
 
     Attributes:
       domain: the slice of a TPU, or the host (NVLink domain) of a GPU. Devices of different domains reach
@@ -43,8 +43,7 @@ class Place:
         return where + (f" core {self.core}" if self.core else "")
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """One direction of one physical link. `str(link)` names it, for example "x+ (0,0,0)→(1,0,0)".
 
     Attributes:
@@ -117,6 +116,10 @@ class Topology:
                 f"devices in several slices or hosts need a network between them: hardware "
                 f"{self.hardware.name!r} has no dcn_bytes_per_s"
             )
+
+    def __hash__(self) -> int:
+        # Prices are kept by topology, and looked up often: hashing every place of a pod took a millisecond.
+        return hash((self.description, self.shape, len(self.places)))
 
     def __str__(self) -> str:
         return self.description
@@ -236,16 +239,21 @@ class Topology:
     def chip_route(self, domain: int, source: Coords, target: Coords) -> Iterator[Link]:
         """The links a message takes from one chip of a slice to another: see `route`."""
         here = Place(domain, source)
-        for dim, (length, wraps) in enumerate(zip(self.shape, self.wraparound, strict=True)):
-            ahead = target[dim] - source[dim]
-            if wraps:
-                ahead = (ahead + (length - 1) // 2) % length - (length - 1) // 2
+        for dim, ahead in enumerate(self._ahead(source, target)):
             sign, by = ("+", 1) if ahead > 0 else ("-", -1)
             for _ in range(abs(ahead)):
                 coords = here.coords
-                there = Place(domain, (*coords[:dim], (coords[dim] + by) % length, *coords[dim + 1 :]))
+                at = (coords[dim] + by) % self.shape[dim]
+                there = Place(domain, (*coords[:dim], at, *coords[dim + 1 :]))
                 yield Link("ici", here, there, step_name(dim, sign))
                 here = there
+
+    def _ahead(self, source: Coords, target: Coords) -> tuple[int, ...]:
+        """How many links a message goes up in each dimension, or down: negative."""
+        return tuple(
+            (end - start + (length - 1) // 2) % length - (length - 1) // 2 if wraps else end - start
+            for start, end, length, wraps in zip(source, target, self.shape, self.wraparound, strict=True)
+        )
 
     def link_bytes_per_s(self, link: Link) -> float:
         """Bytes per second in this direction of the link.
@@ -280,12 +288,26 @@ class Topology:
         """
         if not (math.isfinite(shard_bytes) and shard_bytes >= 0):
             raise ValueError(f"bytes must be finite and not negative, got {shard_bytes!r}")
-        pairs = tuple(pairs)
-        latency_s = max((self.latency_s(source, target) for source, target in pairs), default=0.0)
-        busy_s = (
-            count * shard_bytes / self.link_bytes_per_s(link) for link, count in self.load(pairs).items()
+        latency_s, s_per_byte = self.permute_cost(pairs)
+        return max(latency_s, shard_bytes * s_per_byte)
+
+    def permute_cost(self, pairs: Iterable[tuple[int, int]]) -> tuple[float, float]:
+        """What a permute comes to, whatever it sends: seconds of the longest way, and per byte of a shard."""
+        ways: list[Way] = []
+        others: list[tuple[int, int]] = []
+        for pair in pairs:
+            start, end = map(self._place, pair)
+            if start.domain == end.domain and start.coords != end.coords:
+                ways.append((start.domain, start.coords, self._ahead(start.coords, end.coords)))
+            else:
+                others.append(pair)
+        longest = max((sum(map(abs, ahead)) for _, _, ahead in ways), default=0)
+        latencies = [self.latency_s(*pair) for pair in others]
+        busy = [count / self.link_bytes_per_s(link) for link, count in self.load(others).items()]
+        return (
+            max([sum([self.hardware.hop_latency_s] * longest), *latencies]),
+            max([busiest_link(self.shape, ways) / self.hardware.axis_bytes_per_s, *busy]),
         )
-        return max(latency_s, max(busy_s, default=0.0))
 
     def latency_s(self, source: int, target: int) -> float:
         """The least time a message from one device to another takes, however short."""

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cost_model.ring_order import Box, Groups, hops_cost, ring_orders, ring_step_s
+from cost_model.ring_order import Box, Groups, ring_orders, ring_step_s
 from cost_model.topology import Topology
 
 
@@ -156,9 +156,8 @@ def _walks_of(topology: Topology, group: tuple[int, ...]) -> tuple[Walk, ...]:
 def _step_cost(walks: tuple[Walk, ...], topology: Topology, groups: Groups) -> tuple[float, float]:
     """Latency of the longest hop, and the most seconds per byte that each walk carries in one step."""
     costs = [
-        hops_cost(
-            topology,
-            [(group[a], group[b]) for walk in walks for a, b in walk.hop(step, step + 1) for group in groups],
+        topology.permute_cost(
+            (group[a], group[b]) for walk in walks for a, b in walk.hop(step, step + 1) for group in groups
         )
         for step in range(len(groups[0]) - 1)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -107,13 +108,13 @@ class Wires:
         load = topology.load(moved)
         routes = {source: topology.route(source, target) for source, target in moved}
         latency_s = max((topology.latency_s(source, target) for source, target in moved), default=0.0)
-        sources = [source for source, _ in moved]
+        sources = Counter(source for source, _ in moved)
         first = min(sources, default=0)
         return _Way(
             links=self._number(load),
             per_byte_s=np.array([count / topology.link_bytes_per_s(link) for link, count in load.items()]),
             latency_s=latency_s,
-            targets=max((sources.count(source) for source in set(sources)), default=0),
+            targets=max(sources.values(), default=0),
             shown=tuple(str(link) for link in routes.get(first, ())[:1]),
         )
 

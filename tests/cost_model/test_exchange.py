@@ -1,6 +1,7 @@
 """Tests of exchanges in place of an all_to_all."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
 
@@ -67,6 +68,16 @@ def test_blocks_of_known_devices_go_over_their_links() -> None:
     assert 0 < near < far
 
 
+def test_each_distance_is_looked_at_once() -> None:
+    axis = Axis.of(Topology.torus((2, 3), V5P), (tuple(range(6)),))
+    with mock.patch.object(
+        Topology, "permute_cost", autospec=True, side_effect=Topology.permute_cost
+    ) as cost:
+        for block_bytes in (1e6, 2e6):
+            exchange_estimate(block_bytes=block_bytes, matmuls=(), partials=(), axis=axis)
+    assert cost.call_count == 5
+
+
 def test_estimates_add_up_part_by_part() -> None:
     one = exchange_estimate(block_bytes=1e6, matmuls=(THOUSAND,), partials=(THOUSAND,), axis=Axis(V5P, 4))
     two = one + one
@@ -79,3 +90,5 @@ def test_an_axis_without_devices_and_negative_bytes_are_refused() -> None:
         exchange_estimate(block_bytes=1, matmuls=(), partials=(), axis=Axis(V5P, 0))
     with pytest.raises(ValueError, match="bytes"):
         exchange_estimate(block_bytes=-1, matmuls=(), partials=(), axis=Axis(V5P, 4))
+    with pytest.raises(ValueError, match="bytes"):
+        Axis.of(Topology.axis(4, V5P), (tuple(range(4)),)).permute_s(-1, 1)

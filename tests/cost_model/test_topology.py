@@ -264,3 +264,23 @@ def test_the_tpu_compiler_s_own_devices_are_read(
     assert topology.size == len(devices) == math.prod(shape) * cores
     assert topology.hardware.devices_per_chip == cores
     assert [place.coords for place in topology.places] == [tuple(device.coords) for device in devices]
+
+
+def test_equal_topologies_hash_alike() -> None:
+    assert hash(Topology.torus((4, 4), _V5P)) == hash(Topology.torus((4, 4), _V5P))
+
+
+@given(data=st.data())
+def test_a_permute_costs_what_its_routes_and_their_links_do(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    wraps = [length > 2 and data.draw(st.booleans()) for length in shape]
+    one = Topology.torus(shape, _V5P, cores=data.draw(st.integers(1, 2)), wraparound=wraps)
+    places = (*one.places, *(place._replace(domain=1) for place in one.places))
+    topology = dataclasses.replace(one, places=places)
+    device = st.integers(0, topology.size - 1)
+    pairs = data.draw(st.lists(st.tuples(device, device)))
+    loads = topology.load(pairs).items()
+    assert topology.permute_cost(pairs) == (
+        max((topology.latency_s(*pair) for pair in pairs), default=0),
+        max((count / topology.link_bytes_per_s(link) for link, count in loads), default=0),
+    )
