@@ -193,20 +193,38 @@ def make_plan(
 
 def sites(plan: Plan) -> tuple[Site, ...]:
     """A site for every collective of a planned program, in program order, each equation once."""
-    counts: dict[Plan, int] = {}
-    for visited, times in _visits(plan, 1):
-        counts[visited] = counts.get(visited, 0) + times
-    return tuple(describe(p, d, count) for p, count in counts.items() for d in p.decisions)
+    return tuple(describe(p, d, count) for p, count in _counts(plan).items() for d in p.decisions)
 
 
-def _visits(plan: Plan, times: int) -> Iterator[tuple[Plan, int]]:
-    yield plan, times
-    for index in range(len(plan.flow.ops)):
+def _counts(plan: Plan) -> Mapping[Plan, int]:
+    """How often each plan of a program runs, in program order; each is looked into once."""
+    called: dict[Plan, tuple[tuple[Plan, int], ...]] = {}
+    ended: list[Plan] = []
+
+    def enter(entered: Plan) -> None:
+        called[entered] = tuple(_called(entered))
+        for body, _ in called[entered]:
+            if body not in called:
+                enter(body)
+        ended.append(entered)
+
+    enter(plan)
+    counts = dict.fromkeys(called, 0)
+    counts[plan] = 1
+    for caller in reversed(ended):  # All that call a plan end after it.
+        for body, times in called[caller]:
+            counts[body] += counts[caller] * times
+    return counts
+
+
+def _called(plan: Plan) -> Iterator[tuple[Plan, int]]:
+    """The plans of bodies that hold something, once per operation, with how often each runs there."""
+    for index, op in enumerate(plan.flow.ops):
         # One function may be both branches of a conditional.
         for body in dict.fromkeys((*plan.bodies_of(index), *plan.opaque.get(index, ()))):
             if body.decisions or body.bodies or body.opaque:
-                repeats = plan.flow.ops[index].params.get("length", 1)
-                yield from _visits(body, times * (repeats if isinstance(repeats, int) else 1))
+                repeats = op.params.get("length", 1)
+                yield body, repeats if isinstance(repeats, int) else 1
 
 
 def describe(plan: Plan, decision: Decision, count: int = 1) -> Site:
@@ -311,10 +329,11 @@ class _Planner:
         for index, op in enumerate(flow.ops):
             if not any(map(self._concerns, op.bodies)):
                 continue
-            read_again = again | {
+            read_again = {
                 value
                 for value in op.inputs
-                if isinstance(value, int) and any(user > index for user in flow.users[value])
+                if isinstance(value, int)
+                and (value in again or any(user > index for user in reversed(flow.users[value])))
             }
             inner = self._bodies(op, path, same, mapped, read_again, replaceable=replaceable)
             if not inner:

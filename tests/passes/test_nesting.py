@@ -290,3 +290,18 @@ def test_a_gather_of_the_same_value_in_every_iteration_is_reported_and_left_to_b
         assert (same.rewritten, same.reason) == (rewritten, reason)
         assert "same in every iteration" in same.sentence and "every iteration" not in other.sentence
         np.testing.assert_allclose(outcome.rewritten, outcome.original, atol=1e-5)
+
+
+def test_functions_that_call_each_other_twice_are_each_counted_once() -> None:
+    def summed(x: Any) -> Any:
+        return lax.scan(lambda c, _: (lax.psum(c, "x"), None), x, length=3)[0]
+
+    def twice(called: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.jit(lambda x: called(called(x)))
+
+    function: Callable[..., Any] = jax.jit(summed)
+    for _ in range(24):
+        function = twice(function)
+    mapped = jax.shard_map(function, mesh=spmd.mesh_of(4), in_specs=P(), out_specs=P(), check_vma=False)
+    report = overlap.overlap_collectives(jax.jit(mapped), policy="always").explain(jnp.zeros(4))
+    assert [site.count for site in report.sites] == [3 * 2**24]
