@@ -24,12 +24,14 @@ from jax.interpreters import batching, mlir
 JaxprEqn = Any
 NameStack = Any
 
-_JAX_DIR = os.path.dirname(os.path.abspath(jax.__file__))
-_SKIPPED_DIRS = (_JAX_DIR, sysconfig.get_paths()["stdlib"])
-_OWN_DIRS = tuple(
-    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), floor)
-    for floor in ("overlap", "passes", "cost_model")
+_ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_SKIPPED = (
+    *(os.path.join(_ROOT, floor, "") for floor in ("overlap", "passes", "cost_model")),
+    os.path.join(os.path.dirname(os.path.abspath(jax.__file__)), ""),
 )
+_STANDARD = os.path.join(sysconfig.get_paths()["stdlib"], "")
+_INSTALLED = tuple(os.path.join(_STANDARD, name, "") for name in ("site-packages", "dist-packages"))
+"""What is installed for all users lies inside the standard library, and is none of it."""
 
 
 UNKNOWN = "unknown"
@@ -67,7 +69,8 @@ def source_line(eqn: JaxprEqn) -> str:
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
         path = os.path.abspath(frame.file_name)
-        if not path.startswith(_SKIPPED_DIRS) and not path.startswith(_OWN_DIRS):
+        standard = path.startswith(_STANDARD) and not path.startswith(_INSTALLED)
+        if not standard and not path.startswith(_SKIPPED):
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return UNKNOWN
 

@@ -1,0 +1,48 @@
+"""The line of the user's code that an equation comes from, and the mesh of the context."""
+
+from __future__ import annotations
+
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import passes
+from passes import shims
+
+CHECKOUT = Path(passes.__file__).parent.parent
+JAX = Path(jax.__file__).parent
+STANDARD = Path(sysconfig.get_paths()["stdlib"])
+
+
+def line_of_code_in(path: Path) -> str:
+    scope: dict[str, Any] = {}
+    exec(compile("def user(x):\n    return x + 1", str(path), "exec"), scope)
+    (equation,) = jax.make_jaxpr(scope["user"])(1.0).eqns
+    return shims.source_line(equation)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        Path("/home/me/train.py"),
+        CHECKOUT / "overlap_train.py",
+        CHECKOUT / "passes_of_mine" / "train.py",
+        JAX.parent / "jaxtyping" / "train.py",
+        STANDARD / "site-packages" / "model" / "layers.py",
+        STANDARD / "dist-packages" / "model" / "layers.py",
+        STANDARD.with_name(STANDARD.name + "_of_mine") / "train.py",
+    ],
+    ids=str,
+)
+def test_lines_of_users_are_told(path: Path) -> None:
+    assert line_of_code_in(path) == f"{path}:2 (user)"
+
+
+@pytest.mark.parametrize(
+    "path", [CHECKOUT / "passes" / "x.py", JAX / "x.py", STANDARD / "functools.py"], ids=str
+)
+def test_frames_of_jax_of_the_standard_library_and_our_own_are_passed_over(path: Path) -> None:
+    assert line_of_code_in(path) == shims.UNKNOWN
