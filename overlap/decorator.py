@@ -132,18 +132,29 @@ class Overlapped:
         self._options = _jit_options(self.original)
         self._try_out = trials_for(policy, self._hardware_of, self._options.kwargs)
         self._name = str(getattr(self.original, "__name__", type(self.original.__wrapped__).__name__))
-
-        @functools.wraps(self.original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return self._run(*args, **kwargs)
-
-        self._call: Any = jax.jit(call, **self._options.kwargs)
+        self._calls: dict[Any, Any] = {}
         self._inner: Any = jax.jit(
             self.original.__wrapped__,
             static_argnums=self._options.static_argnums,
             static_argnames=self._options.static_argnames,
             inline=self._options.kwargs["inline"],
         )
+
+    @property
+    def _call(self) -> Any:
+        """The rewritten function, one for each mesh of the context: its devices decide what is rewritten.
+
+        jax traces a function once for all meshes that differ in the order of their devices only.
+        """
+        mesh = shims.context_mesh()
+        if mesh not in self._calls:
+
+            @functools.wraps(self.original)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                return self._run(*args, **kwargs)
+
+            self._calls[mesh] = jax.jit(call, **self._options.kwargs)
+        return self._calls[mesh]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
@@ -152,7 +163,7 @@ class Overlapped:
         return self if instance is None else _Method(self, instance)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_call":
+        if name.startswith("__") or name in ("_call", "_calls"):
             raise AttributeError(name)
         return getattr(self._call, name)
 
@@ -169,7 +180,8 @@ class Overlapped:
 
     def clear_cache(self) -> None:
         """As ``jax.jit(f).clear_cache``: the next call traces the function again."""
-        self._call.clear_cache()
+        for call in self._calls.values():
+            call.clear_cache()
         self._inner.clear_cache()
 
     def explain(self, *args: Any, **kwargs: Any) -> Report:

@@ -43,6 +43,8 @@ BODIES: Mapping[str, tuple[str, ...]] = {
 
 _LOOPS = ("scan", "while")
 
+_NO_DEVICES = "It was not compiled and timed: the mesh of its shard_map tells no devices (see jax.set_mesh)."
+
 _CONCERN = COLLECTIVES | {"shard_map"}
 
 HardwareOf = Callable[[str | None], Hardware | None]
@@ -269,15 +271,16 @@ class _Mapped:
 
 
 def _mapped(op: Op, around: _Mapped | None) -> _Mapped | None:
-    """What the body of a shard_map, in another one perhaps, is mapped over.
+    """What the body of a shard_map, in another one perhaps, is mapped over; None if that tells no devices.
 
     A shard_map on the mesh of the context, or within another, need not know the devices itself.
     """
     mesh = op.params["mesh"]
-    if not isinstance(mesh, Mesh):
-        if around is None:
-            return None
+    if around is not None and not isinstance(mesh, Mesh):
         mesh = around.mesh
+    mesh = shims.concrete_mesh(mesh)
+    if mesh is None:
+        return None
     axes = frozenset(op.params["newly_manual_axes"])
     return _Mapped(mesh, axes if around is None else axes | around.axes, op.params["check_vma"])
 
@@ -421,6 +424,8 @@ class _Planner:
             self.try_out,
             lasting,
         )
+        if self.try_out is not None and mapped is None:
+            decisions = tuple(map(_untried, decisions))
         return dataclasses.replace(plan, network=network).decided(decisions)
 
     def _network(self, device_kind: str | None, mapped: _Mapped | None) -> Network:
@@ -433,6 +438,14 @@ class _Planner:
                 else Network(hardware, mapped.mesh, mapped.axes, mapped.check_vma)
             )
         return self.networks[key]
+
+
+def _untried(decision: Decision) -> Decision:
+    """A decision by the cost model alone, which says why its chain was not tried."""
+    code, detail = decision.reason.code, decision.reason.detail
+    if code not in (Code.PROFITABLE, Code.NOT_PROFITABLE):
+        return decision
+    return dataclasses.replace(decision, reason=Reason(code, f"{detail} {_NO_DEVICES}".lstrip()))
 
 
 def _steady_values(flow: Dataflow, steady: frozenset[int] | None) -> Set[int] | None:

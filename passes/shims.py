@@ -17,9 +17,11 @@ from typing import Any
 import jax
 from jax import lax
 from jax._src import source_info_util
+from jax._src.mesh import get_concrete_mesh
 from jax.extend import core as jex_core
 from jax.extend.core import primitives
 from jax.interpreters import batching, mlir
+from jax.sharding import AbstractMesh, Mesh
 
 JaxprEqn = Any
 NameStack = Any
@@ -172,6 +174,23 @@ def device_kind(aval: Any) -> str | None:
     """The ``device_kind`` of the mesh in a value's type; None where the mesh does not know its devices."""
     device = aval.sharding.mesh.abstract_device
     return None if device is None else str(device.device_kind)
+
+
+def context_mesh() -> Mesh | None:
+    """The mesh that ``jax.set_mesh`` set, while a function is traced too; None if there is none.
+
+    ``jax.sharding.get_mesh`` refuses to tell it while a function is traced.
+    """
+    mesh = get_concrete_mesh()
+    return None if mesh.empty else mesh
+
+
+def concrete_mesh(mesh: Mesh | AbstractMesh) -> Mesh | None:
+    """A shard_map's mesh with its devices; if it tells a shape only the context's, as jax itself takes it."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    context = context_mesh()
+    return context if context is not None and context.shape == mesh.shape else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from passes import shims
 from passes.decide import Decision, TryOut, benefit_s, dots_of
 from passes.excerpt import Excerpt
 from passes.plan import Plan
@@ -194,8 +195,7 @@ def _excerpt(
 def _meshes(plan: Plan) -> Iterator[Mesh]:
     """The concrete meshes of a jaxpr's shard_maps."""
     for op in plan.flow.ops:
-        mesh: Any = op.params.get("mesh") if op.name == "shard_map" else None
-        if isinstance(mesh, Mesh):
+        if op.name == "shard_map" and (mesh := shims.concrete_mesh(op.params["mesh"])) is not None:
             yield mesh
 
 
@@ -203,7 +203,7 @@ def _shardings(plan: Plan) -> dict[int, NamedSharding]:
     """How the shard_maps of a jaxpr want the values that they take."""
     found: dict[int, NamedSharding] = {}
     for op in plan.flow.ops:
-        if op.name == "shard_map" and isinstance(mesh := op.params["mesh"], Mesh):
+        if op.name == "shard_map" and (mesh := shims.concrete_mesh(op.params["mesh"])) is not None:
             for operand, spec in zip(op.inputs, op.params["in_specs"], strict=True):
                 if isinstance(operand, int):
                     found.setdefault(operand, NamedSharding(mesh, spec))

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 import passes
 from passes import shims
@@ -46,3 +48,18 @@ def test_lines_of_users_are_told(path: Path) -> None:
 )
 def test_frames_of_jax_of_the_standard_library_and_our_own_are_passed_over(path: Path) -> None:
     assert line_of_code_in(path) == shims.UNKNOWN
+
+
+def test_a_mesh_that_tells_its_shape_only_is_the_context_s_of_that_shape() -> None:
+    devices = np.array(jax.devices()[:4])
+    mesh, square = Mesh(devices, ("x",)), Mesh(devices.reshape(2, 2), ("x", "y"))
+    assert shims.concrete_mesh(mesh) is mesh
+    assert shims.concrete_mesh(mesh.abstract_mesh) is None
+    with jax.set_mesh(mesh):
+        assert shims.concrete_mesh(mesh.abstract_mesh) is mesh
+        assert shims.concrete_mesh(square) is square
+        assert shims.concrete_mesh(square.abstract_mesh) is None
+        seen: list[Any] = []
+        jax.jit(lambda: seen.append(shims.context_mesh())).trace()
+        assert seen == [mesh]
+    assert shims.context_mesh() is None
