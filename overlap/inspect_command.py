@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -73,17 +72,12 @@ def run(arguments: argparse.Namespace) -> int:
     except (DumpError, ValueError) as error:
         print(f"overlap inspect: {error}", file=sys.stderr)
         return WRONG_INPUT
-    try:
-        if arguments.json:
-            print(to_json(shown))
-        else:
-            _print(shown, len(inspections) - len(shown), rows=None if arguments.all else ROWS)
-        for path in written:
-            print(f"Wrote {path}", file=sys.stderr if arguments.json else sys.stdout)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Whoever read has seen enough; closing the pipe must not fail once more when Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if arguments.json:
+        print(to_json(shown))
+    else:
+        _print(shown, len(inspections) - len(shown), rows=None if arguments.all else ROWS)
+    for path in written:
+        print(f"Wrote {path}", file=sys.stderr if arguments.json else sys.stdout)
     return 0
 
 

@@ -105,12 +105,13 @@ class TestTables:
         assert not [line for line in done.stdout.splitlines() if line != line.rstrip()]
 
     def test_a_reader_who_stops_early_causes_no_traceback(self, files: list[str]) -> None:
-        command = f'"{sys.executable}" -m overlap inspect {" ".join(files * 40)} | head -1'
+        inspect = f'"{sys.executable}" -m overlap inspect {" ".join(files * 40)}'
+        command = f"( {inspect}; echo $? >&2 ) | head -1"
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
         done = subprocess.run(
             command, shell=True, capture_output=True, encoding="utf-8", timeout=100, env=environment
         )
-        assert done.stderr == ""
+        assert done.stderr == f"{__main__.CLOSED}\n"
         assert len(done.stdout.splitlines()) == 1
 
     def test_a_directory_tells_how_many_modules_have_no_collectives(
