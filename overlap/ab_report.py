@@ -15,6 +15,7 @@ import jax
 from overlap import units
 from overlap.agreement import Agreement
 from overlap.device_activity import Activity, CollectiveActivity
+from overlap.figures_table import figures_table
 from overlap.hlo.timeline import Timeline
 from overlap.plain_text import columns, plain_text
 from overlap.profile_events import Source
@@ -295,7 +296,9 @@ def _of(value: Callable[[Any], str], figures: Any) -> str:
 
 
 def _figures(report: ABReport) -> Table:
-    table = _table("measured", *(f"{v.name} (failed)" if v.failure else v.name for v in report.variants))
+    table = figures_table(
+        "measured", *(f"{v.name} (failed)" if v.failure else v.name for v in report.variants)
+    )
     for what, values in report.rows():
         table.add_row(what, *values)
     return table
@@ -304,7 +307,7 @@ def _figures(report: ABReport) -> Table:
 def _collectives(report: ABReport) -> Table:
     from rich.text import Text
 
-    table = _table("most exposed collectives", "exposed", "in flight", "runs")
+    table = figures_table("most exposed collectives", "exposed", "in flight", "runs")
     table.add_column("where", overflow="fold")
     for variant in report.variants:
         found = variant.activity.collectives if variant.activity is not None else ()
@@ -324,18 +327,6 @@ def place(collective: CollectiveActivity) -> str:
     source = collective.source or collective.op_name or "unknown"
     here = os.getcwd().rstrip(os.sep) + os.sep
     return units.printable(source.removeprefix(here))
-
-
-def _table(first: str, *others: str) -> Table:
-    """A table of names on the left and figures on the right."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column(first, overflow="fold")
-    for header in others:
-        table.add_column(header, justify="right")
-    return table
 
 
 def _count(number: int, what: str) -> str:

@@ -28,6 +28,9 @@ import cost_model
 from overlap import timeline_table, tpu_target
 from overlap.compiled_memory import temporary_bytes
 from overlap.decorator import Overlapped, overlap_collectives
+from overlap.figures_table import figures_table
+from overlap.hlo.module import Module
+from overlap.hlo.parse import parse
 from overlap.hlo.timeline import Timeline
 from overlap.inspection import Inspection, inspect_compiled
 from overlap.report import Report
@@ -128,34 +131,17 @@ def run(*, seed: int = 0, tpu: bool = True, report: Path = Path(REPORT)) -> int:
     return 0 if equal and compiled and written else 1
 
 
-def count_collectives(hlo: str) -> dict[str, int]:
-    """Counts the collective instructions in the text of an HLO module.
+def count_collectives(module: Module) -> dict[str, int]:
+    """Counts the collective instructions of an HLO module.
 
     An asynchronous one counts once, by its start. An instruction in a loop's body counts once.
 
     Returns:
       A number for each name of ``COLLECTIVES``.
     """
-    counts = Counter(opcode.removesuffix("-start") for line in hlo.splitlines() if (opcode := _opcode(line)))
+    instructions = (i for computation in module.computations.values() for i in computation.instructions)
+    counts = Counter(instruction.opcode.removesuffix("-start") for instruction in instructions)
     return {name: counts[name] for name in COLLECTIVES}
-
-
-_INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?[\w.-]+ = ")
-_OPCODE = re.compile(r" ?([a-z][\w-]*)\(")
-
-
-def _opcode(line: str) -> str | None:
-    """The opcode of ``%name = type opcode(operands), attributes``; None if the line is no instruction."""
-    start = _INSTRUCTION.match(line)
-    if start is None:
-        return None
-    at, depth = start.end(), 0
-    # A type may be a tuple, and a layout has parentheses too: it ends at the first space outside of them.
-    while at < len(line) and (depth or line[at] != " "):
-        depth += {"(": 1, ")": -1}.get(line[at], 0)
-        at += 1
-    found = _OPCODE.match(line, at)
-    return found[1] if found else None
 
 
 # The sections.
@@ -183,9 +169,9 @@ def _train(console: Console, decoder: ModuleType, seed: int) -> tuple[bool, Insp
             losses[name] = _losses(decoder, config, mesh, program, seed)
             shapes = decoder.state_shapes(config, mesh), decoder.batch_shapes(config, mesh)
             compiled[name] = program.lower(*shapes).compile()
-            counts[name] = count_collectives(compiled[name].as_text())
+            counts[name] = count_collectives(parse(compiled[name].as_text()))
 
-    table = _table("step", *(f"loss, {name}" for name in PROGRAMS), "relative difference")
+    table = figures_table("step", *(f"loss, {name}" for name in PROGRAMS), "relative difference")
     differences = []
     for i, pair in enumerate(zip(*losses.values(), strict=True)):
         differences.append(_relative_difference(*pair))
@@ -199,7 +185,7 @@ def _train(console: Console, decoder: ModuleType, seed: int) -> tuple[bool, Insp
         f"{_short(max(differences))}.\n"
     )
 
-    table = _table("compiled for CPU", *PROGRAMS)
+    table = figures_table("compiled for CPU", *PROGRAMS)
     for collective in COLLECTIVES:
         table.add_row(collective, *(str(counts[name][collective]) for name in PROGRAMS))
     console.print(table)
@@ -232,7 +218,7 @@ def _programs(console: Console) -> None:
     from bench import programs_table
 
     _heading(console, "Other programs, as decided for TPU v5p")
-    table = _table("program", "rewritten", "kept, and why", "modelled ms")
+    table = figures_table("program", "rewritten", "kept, and why", "modelled ms")
     table.columns[2].justify = "left"
     with _status(console, "tracing the programs"):
         for row in programs_table.rows(("auto",)):
@@ -262,7 +248,7 @@ def _compile_both(console: Console, wanted: bool) -> tuple[bool, list[Inspection
     if len(figures) < len(results):
         return False, []
 
-    table = _table(f"compiled for {TOPOLOGY}", *results)
+    table = figures_table(f"compiled for {TOPOLOGY}", *results)
     for collective in COLLECTIVES:
         table.add_row(collective, *(str(result["counts"][collective]) for result in figures))
     table.add_row(
@@ -359,7 +345,7 @@ def _compile_for_tpu(name: str, timeline: Path) -> int:
     timeline.write_bytes(pickle.dumps(program_timeline))
     figures = {
         "compile_s": compile_s,
-        "counts": count_collectives(compiled.as_text()),
+        "counts": count_collectives(parse(compiled.as_text())),
         "temp_bytes": temporary_bytes(compiled),
         "hardware": hardware.name if hardware else devices[0].device_kind,
         "rewritten": len(report.rewritten),
@@ -409,18 +395,6 @@ def _figures(process: subprocess.Popen[str], limit_s: float) -> dict[str, Any] |
 
 def _heading(console: Console, text: str) -> None:
     console.print(f"\n[bold cyan]{text}[/]\n")
-
-
-def _table(first: str, *others: str) -> Any:
-    """A table of names on the left and figures on the right."""
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    table.add_column(first)
-    for header in others:
-        table.add_column(header, justify="right")
-    return table
 
 
 def _short(value: float, digits: int = 1) -> str:

@@ -9,24 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from overlap.hlo.module import Computation, Instruction, Module
+from overlap.hlo.module import COLLECTIVES, Computation, Instruction, Module
 from overlap.hlo.timeline import Kind
 from overlap.profile_events import Execution, Op
 
 Interval = tuple[float, float]
-
-_COLLECTIVES: Final = (
-    "all-gather",
-    "all-reduce",
-    "reduce-scatter",
-    "ragged-all-to-all",
-    "all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-    "send",
-    "recv",
-)
-"""Opcodes, without ``-start`` and ``-done``."""
 
 _CONTAINERS: Final = frozenset({"while", "conditional", "call"})
 _COPIES: Final = frozenset({"copy", "copy-start", "copy-done", "slice-start", "slice-done"})
@@ -178,11 +165,15 @@ class Directory:
             kind, opcode = "collective", collective
         else:
             kind, half = ("copy" if opcode in _COPIES else "compute"), ""
-        where = f"{instruction.source_file}:{instruction.source_line}" if instruction.source_file else ""
         if kind == "collective":
             opcode = _collective(opcode) or opcode
         return Operation(
-            opcode=opcode, kind=kind, half=half, start=start, op_name=instruction.op_name, source=where
+            opcode=opcode,
+            kind=kind,
+            half=half,
+            start=start,
+            op_name=instruction.op_name,
+            source=instruction.source,
         )
 
     def _opcodes(self, instruction: Instruction, seen: set[str]) -> Iterator[str]:
@@ -192,7 +183,7 @@ class Directory:
         """
         yield instruction.opcode
         if instruction.opcode == "custom-call":
-            yield instruction.attributes.get("custom_call_target", "")
+            yield instruction.custom_call_target
         # A done tells nothing of what it waits for but through its start.
         if instruction.opcode == "async-done" and instruction.operands:
             start = self._instructions.get(instruction.operands[0])
@@ -355,7 +346,7 @@ def _half(opcode: str) -> Literal["start", "done", ""]:
 def _collective(opcode: str) -> str:
     """The collective that an opcode is, or is half of; empty if none."""
     base = opcode.removesuffix("-start").removesuffix("-done")
-    return base if base in _COLLECTIVES else ""
+    return base if base in COLLECTIVES else ""
 
 
 def _is_gemm(target: str) -> bool:

@@ -92,7 +92,7 @@ class Report:
             yield Text()
             yield Text.assemble((code, "bold"), f" ({_numbered(numbers)}): {shorter(sentence)}")
             for detail, where in details:
-                yield Padding(Text(f"{_ranges(where)}: {shorter(detail)}"), (0, 0, 0, 4), expand=False)
+                yield Padding(Text(f"{units.ranges(where)}: {shorter(detail)}"), (0, 0, 0, 4), expand=False)
 
     @property
     def _title(self) -> str:
@@ -107,8 +107,8 @@ class Report:
             before_s = sum(estimate.original_s * count for estimate, count in priced)
             change = "saved" if self.saved_s >= 0 else "lost"
             text += (
-                f"; modelled, per call: {_duration(abs(self.saved_s))} {change} "
-                f"of the {_duration(before_s)} that they take"
+                f"; modelled, per call: {units.duration(abs(self.saved_s))} {change} "
+                f"of the {units.duration(before_s)} that they take"
             )
         if missing := len(self.rewritten) - len(priced):
             text += f"; {missing} without an estimate"
@@ -205,12 +205,6 @@ def _micros(seconds: float) -> str:
     return units.digits(seconds * 1e6)
 
 
-def _duration(seconds: float) -> str:
-    """Seconds in the unit that suits them: 12.3 µs, 1.23 ms, 4.56 s."""
-    scale, unit = units.scale_of(seconds)
-    return f"{units.digits(seconds * scale)} {unit}"
-
-
 def _place(source: str) -> tuple[str, str]:
     """``file:line`` and function of ``file:line (function)``."""
     found = re.fullmatch(r"(.*) \((.*)\)", source, re.DOTALL)
@@ -268,21 +262,7 @@ def _meaning(site: Site) -> str:
 
 
 def _numbered(numbers: list[int]) -> str:
-    return f"{'site' if len(numbers) == 1 else 'sites'} {_ranges(numbers)}"
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Ascending numbers with runs drawn together: 1-3, 7."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1] = (runs[-1][0], number)
-        else:
-            runs.append((number, number))
-    return ", ".join(
-        str(first) if first == last else f"{first}{', ' if last == first + 1 else '-'}{last}"
-        for first, last in runs
-    )
+    return f"{'site' if len(numbers) == 1 else 'sites'} {units.ranges(numbers)}"
 
 
 # JSON.

@@ -48,7 +48,7 @@ def renderables(inspection: Inspection, *, rows: int | None = ROWS) -> Iterator[
                 f"… and {len(rest)} more, together exposed for {units.duration(exposed_s)} (modelled)."
             )
         yield Text()
-        if hints := [(f"{_ranges(numbers)}:", said) for said, numbers in _hints(shown)]:
+        if hints := [(f"{units.ranges(numbers)}:", said) for said, numbers in _hints(shown)]:
             yield _list(hints)
             yield Text()
     if len(inspection.programs) > 1:
@@ -159,14 +159,3 @@ def _hints(collectives: list[CollectiveTime]) -> Iterable[tuple[str, list[int]]]
         if said := hint(collective):
             found.setdefault(said, []).append(number)
     return found.items()
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Ascending numbers with runs drawn together: 1-3, 7."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)

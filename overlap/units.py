@@ -1,6 +1,8 @@
-"""Times and sizes as people read them."""
+"""Times, sizes and lists of numbers as people read them."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 def duration(seconds: float) -> str:
@@ -36,6 +38,17 @@ def size(count: int) -> str:
 def percent(part: float, whole: float) -> str:
     """``part`` in hundredths of ``whole``: 47 %."""
     return f"{part / whole:.0%}".replace("%", " %") if whole > 0 else "0 %"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers with runs drawn together: 1-3, 7."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
 
 
 def printable(text: str) -> str:

@@ -121,7 +121,7 @@ class Costs:
     def cost(self, computation: Computation, instruction: Instruction) -> Cost:
         """What one execution of an instruction of `computation` takes; a caller prices what it calls."""
         opcode = instruction.opcode
-        if opcode in FREE or _target(instruction) in _FREE_TARGETS:
+        if opcode in FREE or instruction.custom_call_target in _FREE_TARGETS:
             return Cost(0.0, "copy", opcode)
         kind, does = self._doing(instruction)
         cycles = estimated_cycles(instruction)
@@ -227,7 +227,7 @@ class Costs:
     def _doing(self, instruction: Instruction) -> tuple[Kind, str]:
         """What an instruction counts as, and the opcode that names it best."""
         opcode = instruction.opcode
-        if _MATMUL_TARGET.fullmatch(_target(instruction)):
+        if _MATMUL_TARGET.fullmatch(instruction.custom_call_target):
             return "matmul", "dot"
         if opcode != "fusion" or not instruction.calls:
             return _kind(opcode), opcode
@@ -277,10 +277,6 @@ def _kind(opcode: str) -> Kind:
     if opcode in MATMULS:
         return "matmul"
     return "copy" if opcode in MOVES else "compute"
-
-
-def _target(instruction: Instruction) -> str:
-    return instruction.attributes.get("custom_call_target", "").strip('"')
 
 
 def _space(shape: Shape) -> int:

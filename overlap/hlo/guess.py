@@ -111,8 +111,7 @@ def _platform(module: Module) -> str:
         for instruction in computation.instructions:
             if any(shape.tiling or shape.memory_space == 1 for shape in _leaves(instruction.shape)):
                 return "TPU"
-            target = instruction.attributes.get("custom_call_target", "")
-            if target.startswith(('"__cublas', '"__cudnn', '"__triton', '"__gpu')):
+            if instruction.custom_call_target.startswith(("__cublas", "__cudnn", "__triton", "__gpu")):
                 return "GPU"
             config = instruction.backend_config
             if isinstance(config, dict) and not config.keys().isdisjoint(

@@ -115,6 +115,11 @@ class Instruction(_Raw):
         return f"{self.source_file}:{self.source_line}" if self.source_file else ""
 
     @property
+    def custom_call_target(self) -> str:
+        """What a custom call calls; "" for all else."""
+        return self.attributes.get("custom_call_target", "").strip('"')
+
+    @property
     def is_async_start(self) -> bool:
         """Whether it begins something that its done will finish.
 

@@ -166,7 +166,7 @@ class Steps:
 
     def _targets(self, fusion: Instruction) -> set[str]:
         called = self._module.computation(fusion.calls[0])
-        return {i.attributes.get("custom_call_target", "").strip('"') for i in called.instructions}
+        return {i.custom_call_target for i in called.instructions}
 
     def _fused_start(self, computation: Computation, fusion: Instruction) -> Instruction | None:
         """The fusion that started the collective which `fusion` carries on or ends."""

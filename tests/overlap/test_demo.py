@@ -13,6 +13,7 @@ from rich.cells import cell_len
 
 from overlap import __main__, tpu_target
 from overlap.demo import count_collectives
+from overlap.hlo.parse import parse
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,20 +123,29 @@ class TestCommandLine:
 
 class TestCountCollectives:
     def test_counts_instructions_once_and_nothing_else(self) -> None:
-        layout = "{2,1,0:T(8,128)(2,1)S(1)}"
-        hlo = f"""
-          HloModule jit_all_gather, is_scheduled=true
-          %all-gather.1 = f32[4,64]{{1,0}} all-gather(%p), channel_id=1, dimensions={{0}}
-          ROOT %x = bf16[8,128]{layout} all-gather(%y), metadata={{op_name="jit(f)/reduce-scatter(x)"}}
-          reduce-scatter.3 = f32[4]{{0}} reduce-scatter(fusion), to_apply=add
-          %s = (bf16[8]{layout}, /*index=1*/u32[]{{:S(2)}}) collective-permute-start(%x), channel_id=4
-          %d = bf16[8]{layout} collective-permute-done(%s)
-          %all-reduce-start = f32[] all-reduce-start(%z), to_apply=%all-reduce.sum
-          %fusion = f32[4]{{0}} fusion(%all-gather.1, %s), calls=%all-gather_fusion
-          %t = (f32[2]{{0}}, f32[2]{{0}}) all-reduce(%a, %b), to_apply=%add
-        """
-        counts = {"all-gather": 2, "reduce-scatter": 1, "all-reduce": 2, "collective-permute": 1}
-        assert count_collectives(hlo) == counts
+        hlo = """
+HloModule jit_all_gather, is_scheduled=true
+
+%all-gather_fusion (a: f32[4,64]) -> f32[4,64] {
+  %a = f32[4,64]{1,0} parameter(0)
+  ROOT %all-gather.2 = f32[4,64]{1,0} all-gather(%a), channel_id=2, dimensions={0}
+}
+
+ENTRY %main (p: f32[1,64], y: bf16[1,128]) -> f32[4] {
+  %p = f32[1,64]{1,0} parameter(0)
+  %y = bf16[1,128]{1,0} parameter(1)
+  %all-gather.1 = f32[4,64]{1,0} all-gather(%p), channel_id=1, dimensions={0}
+  %x = bf16[8,128]{1,0} all-gather(%y), metadata={op_name="jit(f)/reduce-scatter(x)"}
+  %s = (bf16[8]{0}, /*index=1*/u32[]{:S(2)}) collective-permute-start(%x), channel_id=4
+  %d = bf16[8]{0} collective-permute-done(%s)
+  %all-reduce-start = f32[] all-reduce-start(%d)
+  %fusion = f32[4]{0} fusion(%all-gather.1), kind=kLoop, calls=%all-gather_fusion
+  %t = (f32[2]{0}, f32[2]{0}) all-reduce(%d, %d)
+  ROOT %reduce-scatter.3 = f32[4]{0} reduce-scatter(%fusion)
+}
+"""
+        counts = {"all-gather": 3, "reduce-scatter": 1, "all-reduce": 2, "collective-permute": 1}
+        assert count_collectives(parse(hlo)) == counts
 
 
 class TestTpuTarget:

@@ -1,4 +1,4 @@
-"""Times and sizes are written with three digits, in the unit that suits them."""
+"""Times and sizes are written with three digits, in the unit that suits them; numbers in runs."""
 
 from __future__ import annotations
 
@@ -44,3 +44,11 @@ def test_short_operation_leaves_out_the_functions_it_was_jitted_in() -> None:
     assert units.short_operation("jit(f)/jit(g)/shard_map/dot_general") == "shard_map/dot_general"
     assert units.short_operation("jit(f)") == "jit(f)"
     assert units.short_operation("") == ""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([], ""), ([3], "3"), ([1, 2], "1, 2"), ([1, 2, 3, 7, 9, 10, 11, 12], "1-3, 7, 9-12")],
+)
+def test_ranges(numbers: list[int], text: str) -> None:
+    assert units.ranges(numbers) == text
