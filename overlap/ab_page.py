@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from importlib import resources
 from typing import Any, Final
 
 from overlap import timeline_page, units
 from overlap.ab_report import ABReport
-from overlap.timeline_figure import escaped, figure
+from overlap.timeline_figure import figure
 
 _FILES: Final = resources.files("overlap")
 
@@ -39,26 +38,11 @@ def page(report: ABReport) -> str:
 def _figures(report: ABReport) -> list[dict[str, Any]]:
     """Both timelines in one figure, on one time axis; none where nothing was traced."""
     drawn = [
-        (v.name, v.timeline) for v in report.variants if v.timeline is not None and v.timeline.total_s > 0
+        (f"{v.name} on {v.timeline.topology}", v.timeline)
+        for v in report.variants
+        if v.timeline is not None and v.timeline.total_s > 0
     ]
-    if not drawn:
-        return []
-    found = figure(drawn)
-    layout = found["layout"]
-    _, unit = units.scale_of(max(timeline.total_s for _, timeline in drawn))
-    layout["xaxis"]["title"]["text"] = f"time, {unit} (measured)"
-    for annotation, (name, timeline) in zip(layout["annotations"], drawn, strict=True):
-        annotation["text"] = (
-            f"<b>{escaped(name)}</b>: {units.duration(timeline.total_s)} on {escaped(timeline.topology)}, "
-            f"exposed {units.duration(timeline.exposed_s)}"
-        )
-    for bars in found["data"]:
-        bars["hovertext"] = [_TOOK.sub(" measured, from ", text, count=1) for text in bars["hovertext"]]
-    return [found]
-
-
-# ``figure`` draws modelled times, and says so after the length of each bar.
-_TOOK: Final = re.compile(r"(?<=[µm0-9]s| s) modelled, from ")
+    return [figure(drawn, "measured")] if drawn else []
 
 
 def _read(name: str) -> str:

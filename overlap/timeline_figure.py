@@ -6,11 +6,14 @@ import html
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from overlap import units
 from overlap.exposure import COMPUTE, ITERATIONS, WAIT, Gap, gaps, streams
 from overlap.hlo.timeline import Event, Timeline
+
+How = Literal["modelled", "measured"]
+"""How the times of a timeline were found."""
 
 KINDS: Final = {
     "matmul": ("matmul", "0,114,178"),
@@ -58,16 +61,17 @@ class _Bar:
     shade: float = _SHADES[0]
 
 
-def figure(programs: Sequence[tuple[str, Timeline]]) -> dict[str, Any]:
+def figure(programs: Sequence[tuple[str, Timeline]], how: How = "modelled") -> dict[str, Any]:
     """The data and the layout, without the colours of text and grid: those are the reader's choice.
 
     Every text in it is escaped, as Plotly reads some HTML in texts. What takes no time has no bar.
 
     Args:
       programs: titles and timelines, drawn one above the other.
+      how: how their times were found; every time is called so.
     """
     scale, unit = units.scale_of(max(timeline.total_s for _, timeline in programs))
-    drawn = [_rows(timeline) for _, timeline in programs]
+    drawn = [_rows(timeline, how) for _, timeline in programs]
     heights = [len(labels) * ROW_PX for labels, _ in drawn]
     inner = sum(heights) + GAP_PX * (len(programs) - 1)
     data: list[dict[str, Any]] = []
@@ -88,7 +92,7 @@ def figure(programs: Sequence[tuple[str, Timeline]]) -> dict[str, Any]:
         },
         "annotations": [],
         "xaxis": {
-            "title": {"text": f"time, {unit} (modelled)", "font": {"size": 13}, "standoff": 12},
+            "title": {"text": f"time, {unit} ({how})", "font": {"size": 13}, "standoff": 12},
             "range": [0, max(timeline.total_s for _, timeline in programs) * scale * 1.01],
             "anchor": "free",
             "position": 0,
@@ -114,7 +118,7 @@ def figure(programs: Sequence[tuple[str, Timeline]]) -> dict[str, Any]:
             "anchor": "x",
         }
         text = (
-            f"<b>{escaped(title)}</b>: {units.duration(timeline.total_s)} modelled, "
+            f"<b>{escaped(title)}</b>: {units.duration(timeline.total_s)} {how}, "
             f"exposed {units.duration(timeline.exposed_s)}"
         )
         layout["annotations"].append(
@@ -173,17 +177,17 @@ def _trace(
     }
 
 
-def _rows(timeline: Timeline) -> tuple[list[str], dict[str, list[_Bar]]]:
+def _rows(timeline: Timeline, how: How) -> tuple[list[str], dict[str, list[_Bar]]]:
     """The labels of the rows, and the bars of each kind."""
     labels: list[str] = []
     bars: dict[str, list[_Bar]] = {kind: [] for kind in KINDS}
     for stream, lanes in streams(timeline).items():
         if stream == COMPUTE:
             for gap in gaps(timeline):
-                bars[gap.kind].append(_Bar(len(labels), gap.start_s, gap.end_s, _gap_hover(gap)))
+                bars[gap.kind].append(_Bar(len(labels), gap.start_s, gap.end_s, _gap_hover(gap, how)))
         for lane, events in enumerate(lanes):
             for event, shade in _shaded([event for event in events if event.end_s > event.start_s]):
-                bar = _Bar(len(labels), event.start_s, event.end_s, _hover(event), shade)
+                bar = _Bar(len(labels), event.start_s, event.end_s, _hover(event, how), shade)
                 bars[event.kind].append(bar)
             labels.append(stream if lane == 0 else "")
     return labels, bars
@@ -199,25 +203,25 @@ def _shaded(lane: Sequence[Event]) -> Iterator[tuple[Event, float]]:
         last = event
 
 
-def _hover(event: Event) -> str:
+def _hover(event: Event, how: How) -> str:
     what = f"{event.opcode}, {KINDS[event.kind][0]}" if event.opcode != event.name else KINDS[event.kind][0]
     runs = f"first of {event.repeats} runs in a loop" if event.repeats != 1 else ""
-    lines = [what, _span(event.start_s, event.end_s), runs, event.op_name, event.source]
+    lines = [what, _span(event.start_s, event.end_s, how), runs, event.op_name, event.source]
     return _lines(event.name, lines)
 
 
-def _gap_hover(gap: Gap) -> str:
+def _gap_hover(gap: Gap, how: How) -> str:
     if gap.kind == ITERATIONS:
         why = f"of {gap.repeats} runs of the loop before, only the first is drawn"
     else:
         more = " …" if len(gap.collectives) > 6 else ""
         why = f"compute waits; on the way: {', '.join(gap.collectives[:6])}{more}"
-    return _lines(gap.kind, [_span(gap.start_s, gap.end_s), why])
+    return _lines(gap.kind, [_span(gap.start_s, gap.end_s, how), why])
 
 
-def _span(start_s: float, end_s: float) -> str:
+def _span(start_s: float, end_s: float, how: How) -> str:
     took, start, end = (units.duration(time_s) for time_s in (end_s - start_s, start_s, end_s))
-    return f"{took} modelled, from {start} to {end}"
+    return f"{took} {how}, from {start} to {end}"
 
 
 def _lines(title: str, lines: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""When each instruction of a schedule runs: the modelled timeline of one device."""
+"""When each instruction of a schedule runs: the timeline of one device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Event:
       opcode: of the instruction; for a fusion, what it does, where one operation dominates.
       kind: what it counts as.
       stream: "compute", "memory" (asynchronous copies), or the name of the link direction it occupies.
-      start_s, end_s: modelled, from the start of the program.
+      start_s, end_s: from the start of the program.
       op_name, source: the traced operation and its ``file:line``; empty where the dump has none.
       repeats: how often a loop runs it; the bar is its first run, drawn at its place.
     """
@@ -68,11 +68,11 @@ class CollectiveTime:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """A modelled run of a module on one device.
+    """A run of a module on one device: modelled, or as `overlap.ab_profile` measured it.
 
     Attributes:
       module: the module's name.
-      hardware, topology: what it was timed for, in words.
+      hardware, topology: what it was timed for, or on, in words.
       total_s: from the first instruction to the last.
       compute_s: in which the compute stream was busy.
       exposed_s: in which it waited for collectives.

@@ -121,6 +121,14 @@ class TestFigure:
         nothing = timelines.event("bitcast.1", "compute", "compute", 5, 5)
         assert figure([("f", timelines.timeline([nothing], [], 10))])["data"] == []
 
+    @pytest.mark.parametrize(("how", "other"), [("modelled", "measured"), ("measured", "modelled")])
+    def test_every_time_is_called_what_it_is(self, how: Any, other: str) -> None:
+        drawn = figure(timelines.inspection().titled, how)
+        texts = [text for trace in drawn["data"] for text in trace["hovertext"]]
+        texts += [note["text"] for note in drawn["layout"]["annotations"]]
+        texts.append(drawn["layout"]["xaxis"]["title"]["text"])
+        assert all(how in text and other not in text for text in texts)
+
     def test_tooltips_tell_operation_source_line_and_that_times_are_modelled(self) -> None:
         (add,) = (t for t in figure([("f", timelines.after())])["data"] if t["legendgroup"] == "compute")
         (text,) = add["hovertext"]
