@@ -4,7 +4,9 @@ The bottom floor of overlap-collectives. It knows no jaxpr and imports no JAX: n
 sizes go in, seconds come out.
 
     work = RingWork(collective="all_gather", shard_bytes=..., matmuls=..., piece=..., directions=2, ...)
-    estimate(work, Axis(by_name("tpu_v5p"), 16)).benefit_s > 0      # rewriting pays
+    estimate(work, Axis(by_name("tpu_v5p"), 16)).benefit_s      # what a rewrite is predicted to save
+
+It pays from `Hardware.least_gain` of the original time on: what is less, a prediction may be off by.
 """
 
 from cost_model.axis import Axis, Directions, ring_hop_s

@@ -244,8 +244,7 @@ class Hardware:
 
         Raises:
           ValueError: `text` is no JSON object, has another schema, a missing or unknown field, or a value
-          that
-            `Hardware` refuses.
+            that `Hardware` refuses.
         """
         fields: Any = json.loads(text)
         if not isinstance(fields, dict) or fields.pop("schema", None) != SCHEMA:

@@ -1,10 +1,10 @@
 """The time of one pass through a transformer layer: as it stands, with rings, and at best.
 
 `plain` runs every collective and every matmul one after the other. `overlapped` makes rings, as this
-library does: each collective next to a dot is priced as rings of every form; those that gain most, and 5 %
-at least, are taken first, and a dot belongs to one of them; the other collectives stay as they are, with
-nothing beside them. `ideal` is the scaling book's max(compute, communication) of the whole pass. A compiler
-that runs collectives beside other layers' matmuls lies between `plain` and `ideal`.
+library does: each collective next to a dot is priced as rings of every form; those that gain most, and the
+chip's `least_gain` at least, are taken first, and a dot belongs to one of them; the other collectives stay
+as they are, with nothing beside them. `ideal` is the scaling book's max(compute, communication) of the whole
+pass. A compiler that runs collectives beside other layers' matmuls lies between `plain` and `ideal`.
 """
 
 from __future__ import annotations

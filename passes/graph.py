@@ -261,7 +261,7 @@ class _Reader:
     ) -> tuple[Operand, ...]:
         """Adds the equations of a jaxpr; ``scattered`` are its results that lead to a collective outside."""
         env: dict[Any, Operand] = dict(zip(body.invars, arguments, strict=True))
-        for var, const in zip(shims.constant_variables(body), consts, strict=True):
+        for var, const in zip(body.constvars, consts, strict=True):
             env[var] = self._value(var.aval)
             self.constants[env[var]] = const  # type: ignore[index]
 

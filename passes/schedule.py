@@ -32,7 +32,8 @@ class RingSchedule:
       route: ``ring``, every shard passes every device; ``exchange``, each block goes straight to where it
         belongs; ``all_reduce``, pieces go one after the other by all_reduces: those of a psum, or, between
         two devices, both blocks' bits, from which each takes off its own; ``all_gather``, a part of every
-        shard is gathered after the other.
+        shard is gathered after the other; ``reduce_scatter``, strips of a sum are scattered one after the
+        other.
       chains: pieces per direction that each block is cut into. The hops of one piece run beside the partial
         dots of the others: a scatter ring needs two to hide a hop, as it must add to a sum before it sends
         it on.

@@ -1,7 +1,7 @@
 """Differences between jax versions, and the few private jax names the pass cannot do without.
 
-Nothing else in the project imports ``jax._src``. Every function here says why the public API
-does not suffice.
+Nothing else in the project imports ``jax._src``. Functions here say why the public API does not suffice, or
+belong to one that does.
 """
 
 from __future__ import annotations
@@ -83,11 +83,6 @@ def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:
     return getattr(jaxpr, "jaxpr", jaxpr), consts
 
 
-def constant_variables(jaxpr: Any) -> Sequence[Any]:
-    """The variables that the constants of a jaxpr are bound to."""
-    return jaxpr.constvars
-
-
 def like(original: Any, closed: Any) -> Any:
     """``closed`` in the form in which ``original`` was given: open jaxprs stay open (jax 0.10)."""
     if hasattr(original, "consts") or type(original) is type(closed):
@@ -115,7 +110,10 @@ def calling(closed: Any, name: str) -> Callable[..., list[Any]]:
 
 
 def loop_constants(eqn: JaxprEqn, body: str) -> int:
-    """How many first arguments of a loop's body (named by its parameter) never change."""
+    """How many first arguments of a loop's body (named by its parameter) never change.
+
+    Parameters of equations are private: jax 0.12 counts a scan's in another one than 0.10.
+    """
     params = eqn.params
     if eqn.primitive.name == "scan":
         return int(params["num_consts"] if "num_consts" in params else len(params["ft_in"].unpack()[0]))
@@ -123,17 +121,26 @@ def loop_constants(eqn: JaxprEqn, body: str) -> int:
 
 
 def has_effects(eqn_or_jaxpr: Any) -> bool:
-    """Whether an equation must keep its place among others: naming a mesh axis is no such effect."""
+    """Whether an equation must keep its place among others: naming a mesh axis is no such effect.
+
+    jax exports no class of that effect, so it is told by its name.
+    """
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn_or_jaxpr.effects)
 
 
 def is_literal(atom: Any) -> bool:
-    """Whether a jaxpr's operand is a literal and not a variable."""
+    """Whether a jaxpr's operand is a literal and not a variable.
+
+    Of the class in ``jax.extend``, that is: `graph.Literal` is the dataflow graph's own.
+    """
     return isinstance(atom, jex_core.Literal)
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
-    """The manual mesh axes over which a value differs, as its type says (empty under check_vma=False)."""
+    """The manual mesh axes over which a value differs, as its type says (empty under check_vma=False).
+
+    A type says it in another attribute since jax 0.12.
+    """
     manual = getattr(aval, "manual_axis_type", None)
     return frozenset(manual.varying) if manual is not None else frozenset(getattr(aval, "vma", ()))
 
