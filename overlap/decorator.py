@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
-import logging
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, overload
 
 import jax
-from jax.extend import core as jex_core
 
 import cost_model
 import passes
 from cost_model import Hardware
-from overlap.failure import report_request
 from overlap.report import Report
+from overlap.rewriting import Rewriter
 from overlap.trials import trials_for
 from passes import Policy, shims
-
-logger = logging.getLogger("overlap")
 
 
 @overload
@@ -125,13 +119,16 @@ class Overlapped:
             fun = fun.original
         functools.update_wrapper(self, fun)
         self.original = fun if isinstance(fun, jax.stages.Wrapped) else jax.jit(fun)
-        self._hardware = hardware
-        self._policy = policy
-        self._strict = strict
-        self._warned = False
         self._options = _jit_options(self.original)
-        self._try_out = trials_for(policy, self._hardware_of, self._options.kwargs)
-        self._name = str(getattr(self.original, "__name__", type(self.original.__wrapped__).__name__))
+        hardware_of = functools.partial(_hardware_of, hardware)
+        self._rewriter = Rewriter(
+            str(getattr(self.original, "__name__", type(self.original.__wrapped__).__name__)),
+            hardware_of,
+            policy,
+            strict,
+            self._options.kwargs["inline"],
+            trials_for(policy, hardware_of, self._options.kwargs),
+        )
         self._calls: dict[Any, Any] = {}
         self._inner: Any = jax.jit(
             self.original.__wrapped__,
@@ -200,8 +197,8 @@ class Overlapped:
             nothing is at stake, and the error is what a report of it should show.
         """
         jaxpr = self.original.trace(*args, **kwargs).jaxpr
-        _, plan = self._rewrite(jaxpr, jaxpr.in_avals)
-        return Report(passes.sites(plan), name=self._name)
+        _, plan = self._rewriter.rewrite(jaxpr, jaxpr.in_avals)
+        return Report(passes.sites(plan), name=self._rewriter.name)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         """The body that jit traces: the user's program as rewritten. Static arguments come as they are.
@@ -215,82 +212,14 @@ class Overlapped:
         try:
             # Tracers that the user's function closes over come first among the arguments of its jaxpr.
             arguments = [*shims.closed_over(traced), *self._dynamic_leaves(args, kwargs)]
-            with _without_garbage_collection():
-                rewritten, plan = self._rewrite(traced.jaxpr, arguments)
-                self._log(plan)
+            rewritten, plan = self._rewriter.rewrite(traced.jaxpr, arguments)
+            self._rewriter.log(plan)
         except Exception as error:
-            self._failed(error)
+            self._rewriter.failed(error)
             rewritten = None
         if rewritten is None:
             return self._inner(*args, **kwargs)
         return jax.tree.unflatten(traced.out_tree, rewritten(*arguments))
-
-    def _rewrite(
-        self, jaxpr: Any, arguments: Sequence[Any]
-    ) -> tuple[Callable[..., list[Any]] | None, passes.Plan]:
-        """The rewritten program, jitted and traced (None where nothing is rewritten), and its plan."""
-        # An effect may not run within a function that has a derivative of its own.
-        guarded = not shims.has_effects(jaxpr)
-        plan = self._plan(jaxpr, differentiable=not guarded)
-        if not plan.changes and not (guarded and self._backward_may_pay(plan)):
-            return None, plan
-        run = passes.rewritten(plan) if plan.changes else shims.calling(jaxpr, self._name)
-        if guarded:
-            run = passes.with_derivative_of(jaxpr, run, self._rewrite_derivative, self._failed)
-        return self._jitted(run, jaxpr, arguments), plan
-
-    def _plan(self, jaxpr: Any, *, differentiable: bool) -> passes.Plan:
-        """What is to become of a jaxpr, by the function's policy."""
-
-        def by(policy: passes.Policy) -> passes.Plan:
-            return passes.make_plan(
-                jaxpr,
-                policy,
-                self._hardware_of,
-                differentiable=differentiable,
-                try_out=self._try_out,
-            )
-
-        plan = by(self._policy)
-        return plan if self._try_out is None else passes.tried_whole(plan, by("auto"), self._try_out)
-
-    def _rewrite_derivative(self, jaxpr: Any) -> Callable[..., list[Any]]:
-        """A part of the program's derivative, rewritten; as it is if the pass fails on it."""
-        try:
-            plan = self._plan(jaxpr, differentiable=True)
-            self._log(plan)
-            if plan.changes:
-                return self._jitted(passes.rewritten(plan), jaxpr, jaxpr.in_avals)
-        except Exception as error:
-            self._failed(error)
-        return jex_core.jaxpr_as_fun(jaxpr)  # type: ignore[no-any-return]
-
-    def _jitted(
-        self, run: Callable[..., list[Any]], jaxpr: Any, arguments: Sequence[Any]
-    ) -> Callable[..., list[Any]]:
-        """``run`` jitted, traced, and found to be of the type of the program it stands for."""
-        run.__name__ = self._name
-        jitted = jax.jit(run, inline=self._options.kwargs["inline"])
-        results = jitted.trace(*arguments).jaxpr.out_avals
-        if list(results) != list(jaxpr.out_avals):
-            raise passes.RewriteError(f"in {self._name}: results are {results}, not {jaxpr.out_avals}")
-        return jitted  # type: ignore[no-any-return]
-
-    def _backward_may_pay(self, plan: passes.Plan) -> bool:
-        """Whether a program in which nothing is rewritten may have a derivative in which something is."""
-        if self._policy == "never":
-            return False
-        hardware = [self._hardware_of(kind) for kind in plan.device_kinds]
-        if self._policy == "auto":
-            return any(known is not None and known.overlaps for known in hardware)
-        if self._policy in ("verify", "autotune"):
-            return any(known is not None for known in hardware)
-        return bool(hardware)
-
-    def _hardware_of(self, device_kind: str | None) -> Hardware | None:
-        if self._hardware is not None:
-            return self._hardware
-        return None if device_kind is None else cost_model.from_device_kind(device_kind)
 
     def _dynamic_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of the arguments that are not static, in the order of the jaxpr's."""
@@ -298,35 +227,6 @@ class Overlapped:
         dynamic = [arg for i, arg in enumerate(args) if i not in static]
         named = {name: arg for name, arg in kwargs.items() if name not in self._options.static_argnames}
         return jax.tree.leaves((dynamic, named))
-
-    def _log(self, plan: passes.Plan) -> None:
-        for site in passes.sites(plan) if logger.isEnabledFor(logging.INFO) else ():
-            verdict = "rewritten" if site.rewritten else "kept"
-            what = f"{site.kind} over {site.axis} at {site.source}"
-            logger.info("%s: %s: %s (%s). %s", self._name, what, verdict, site.reason, site.sentence)
-
-    def _failed(self, error: Exception) -> None:
-        """What follows a failure of the pass: strict functions raise it, others warn and run the original."""
-        if self._strict:
-            raise error
-        self._warn(error)
-
-    def _warn(self, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(report_request(self._name, error), RuntimeWarning, stacklevel=2)
-
-
-@contextlib.contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Puts off garbage collection: a rewrite makes many objects, and nearly all of them stay."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Method:
@@ -353,6 +253,13 @@ def _is_wrapped_elsewhere(fun: Any) -> bool:
     if shims.is_jitted(fun) or type(fun).__module__.startswith(("jax", "overlap")):
         return False
     return isinstance(fun, jax.stages.Wrapped) or (hasattr(fun, "lower") and hasattr(fun, "__wrapped__"))
+
+
+def _hardware_of(given: Hardware | None, device_kind: str | None) -> Hardware | None:
+    """The hardware that was given; else that of a mesh's devices, None if it is not known."""
+    if given is not None:
+        return given
+    return None if device_kind is None else cost_model.from_device_kind(device_kind)
 
 
 def _jit_options(fun: Any) -> shims.JitOptions:

@@ -251,13 +251,25 @@ def test_a_program_without_collectives_is_the_original() -> None:
     assert decorated.explain(x, w).sites == ()
 
 
-def test_a_decorated_function_is_freed_with_its_last_reference() -> None:
-    decorated = always(jax.jit(lambda x: x + 1))
-    decorated(1.0)
-    gone = weakref.ref(decorated)
-    del decorated
+@pytest.mark.parametrize("policy", ["always", "never", lambda _: False], ids=["always", "never", "callable"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_decorated_function_is_freed_with_its_last_reference(policy: Any, nested: bool) -> None:
+    def used() -> tuple[weakref.ref[Any], ...]:
+        program, column = mlp(), jnp.arange(8, dtype=jnp.float32)[:, None]
+
+        def shifted(y: Any) -> Any:
+            return y + column
+
+        shift = jax.jit(shifted) if nested else shifted
+        decorated = always(jax.jit(lambda *arguments: shift(program(*arguments))), policy=policy)
+        gradient = jax.grad(lambda *arguments: decorated(*arguments).sum())
+        for use in (decorated, gradient, jax.jit(gradient)):
+            use(*REF.arguments)
+        return weakref.ref(decorated), weakref.ref(column)
+
+    gone = used()
     gc.collect()
-    assert gone() is None
+    assert [each() for each in gone] == [None, None], "with the arrays that it closes over"
 
 
 def test_under_disable_jit_the_users_python_runs() -> None:

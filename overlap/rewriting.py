@@ -1,0 +1,147 @@
+"""What the pass does to the programs of one decorated function: plans them, and jits what comes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+import passes
+from cost_model import Hardware
+from overlap.failure import report_request
+from passes import Policy, TryOut, shims
+
+logger = logging.getLogger("overlap")
+
+
+class Rewriter:
+    """Rewrites jaxprs by the arguments of the decorator.
+
+    The derivative of a rewritten program asks it again, so it must know nothing of the function itself: jax
+    keeps a traced program for as long as the function that was traced lives, and a function that its own
+    program refers to would live on for ever, with all arrays that it closes over.
+
+    Args:
+      name: of the function, for programs, the log and warnings.
+      hardware_of: from the kind of a mesh's devices to hardware.
+      policy, strict: see ``overlap_collectives``.
+      inline: that of the function's ``jax.jit``.
+      try_out: for the policies ``verify`` and ``autotune``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        hardware_of: Callable[[str | None], Hardware | None],
+        policy: Policy,
+        strict: bool,
+        inline: bool,
+        try_out: TryOut | None,
+    ) -> None:
+        self.name = name
+        self._hardware_of = hardware_of
+        self._policy = policy
+        self._strict = strict
+        self._inline = inline
+        self._try_out = try_out
+        self._warned = False
+
+    def rewrite(
+        self, jaxpr: Any, arguments: Sequence[Any]
+    ) -> tuple[Callable[..., list[Any]] | None, passes.Plan]:
+        """The rewritten program, jitted and traced (None where nothing is rewritten), and its plan."""
+        with self._collecting():
+            # An effect may not run within a function that has a derivative of its own.
+            guarded = not shims.has_effects(jaxpr)
+            plan = self._plan(jaxpr, differentiable=not guarded)
+            if not plan.changes and not (guarded and self._backward_may_pay(plan)):
+                return None, plan
+            run = passes.rewritten(plan) if plan.changes else shims.calling(jaxpr, self.name)
+            if guarded:
+                run = passes.with_derivative_of(jaxpr, run, self._rewrite_derivative, self.failed)
+            return self._jitted(run, jaxpr, arguments), plan
+
+    def log(self, plan: passes.Plan) -> None:
+        """Tells what became of each collective."""
+        for site in passes.sites(plan) if logger.isEnabledFor(logging.INFO) else ():
+            verdict = "rewritten" if site.rewritten else "kept"
+            what = f"{site.kind} over {site.axis} at {site.source}"
+            logger.info("%s: %s: %s (%s). %s", self.name, what, verdict, site.reason, site.sentence)
+
+    def failed(self, error: Exception) -> None:
+        """What follows a failure of the pass: strict functions raise it, others warn and run the original."""
+        if self._strict:
+            raise error
+        if not self._warned:
+            self._warned = True
+            warnings.warn(report_request(self.name, error), RuntimeWarning, stacklevel=2)
+
+    def _collecting(self) -> contextlib.AbstractContextManager[None]:
+        """Garbage collection waits for a rewrite; not for trials, which run for minutes on a full device."""
+        return _without_garbage_collection() if self._try_out is None else contextlib.nullcontext()
+
+    def _plan(self, jaxpr: Any, *, differentiable: bool) -> passes.Plan:
+        """What is to become of a jaxpr, by the function's policy."""
+
+        def by(policy: passes.Policy) -> passes.Plan:
+            return passes.make_plan(
+                jaxpr,
+                policy,
+                self._hardware_of,
+                differentiable=differentiable,
+                try_out=self._try_out,
+            )
+
+        plan = by(self._policy)
+        return plan if self._try_out is None else passes.tried_whole(plan, by("auto"), self._try_out)
+
+    def _rewrite_derivative(self, jaxpr: Any) -> Callable[..., list[Any]]:
+        """A part of the program's derivative, rewritten; as it is if the pass fails on it."""
+        try:
+            plan = self._plan(jaxpr, differentiable=True)
+            self.log(plan)
+            if plan.changes:
+                return self._jitted(passes.rewritten(plan), jaxpr, jaxpr.in_avals)
+        except Exception as error:
+            self.failed(error)
+        return jex_core.jaxpr_as_fun(jaxpr)  # type: ignore[no-any-return]
+
+    def _jitted(
+        self, run: Callable[..., list[Any]], jaxpr: Any, arguments: Sequence[Any]
+    ) -> Callable[..., list[Any]]:
+        """``run`` jitted, traced, and found to be of the type of the program it stands for."""
+        run.__name__ = self.name
+        jitted = jax.jit(run, inline=self._inline)
+        results = jitted.trace(*arguments).jaxpr.out_avals
+        if list(results) != list(jaxpr.out_avals):
+            raise passes.RewriteError(f"in {self.name}: results are {results}, not {jaxpr.out_avals}")
+        return jitted  # type: ignore[no-any-return]
+
+    def _backward_may_pay(self, plan: passes.Plan) -> bool:
+        """Whether a program in which nothing is rewritten may have a derivative in which something is."""
+        if self._policy == "never":
+            return False
+        hardware = [self._hardware_of(kind) for kind in plan.device_kinds]
+        if self._policy == "auto":
+            return any(known is not None and known.overlaps for known in hardware)
+        if self._policy in ("verify", "autotune"):
+            return any(known is not None for known in hardware)
+        return bool(hardware)
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Puts off garbage collection: a rewrite makes many objects, and nearly all of them stay."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
