@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import io
 import json
 import logging
@@ -165,6 +166,30 @@ class TestPolicy:
         assert "2 of 2 collectives rewritten" in text
         assert "tried_faster (sites 1, 2): A ring was compiled for this target and found faster." in text
         assert "Modelled: 100 µs as written, 60 µs as the best ring tried." in text
+
+    @pytest.mark.parametrize("wanted", [True, False])
+    def test_garbage_is_collected_beside_trials_if_it_is_at_all(
+        self, monkeypatch: pytest.MonkeyPatch, wanted: bool
+    ) -> None:
+        tried: list[bool] = []
+        stand_in = Compiler(100, [80])
+
+        def modelled(*arguments: Any) -> Any:
+            tried.append(gc.isenabled())
+            return stand_in(*arguments)
+
+        monkeypatch.setattr("overlap.verify.modelled", modelled)
+        function = overlap_collectives(
+            jax.jit(mlp(mesh_of())), policy="verify", hardware="tpu_v5p", strict=True
+        )
+        if not wanted:
+            gc.disable()
+        try:
+            function.trace(*reference().arguments)
+            assert gc.isenabled() == wanted
+        finally:
+            gc.enable()
+        assert set(tried) == {wanted}
 
     def test_cost_model_decides_what_cannot_be_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
         compiler(monkeypatch, NO_MEMORY, [])
