@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import concurrent.futures
-import json
 import logging
 import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from overlap.compiled_memory import temporary_bytes
 from overlap.meeting import meeting
-from overlap.schedule_cache import record, times_of
+from overlap.processes import everywhere, of_process_0
 from overlap.speedup import speedup
 from overlap.trial_target import Target
 from overlap.trial_times import Failed, Timed, Times
-from overlap.verify import compiled_for, failed, one_line
+from overlap.verify import compiled_for, log_failed, one_line
 from passes import Choice, Excerpt
 from passes.graph import equations
 from passes.shims import has_effects
@@ -56,8 +54,18 @@ HARMFUL: Final = frozenset(
 never end, and code outside the program may do anything.
 """
 
-MESSAGE_BYTES: Final = 1 << 14
-"""Length of what process 0 tells the others."""
+
+@dataclass(frozen=True, slots=True)
+class Runnable:
+    """A compiled version of a chain.
+
+    Attributes:
+      run: calls it.
+      temporary_bytes: see `Timed`.
+    """
+
+    run: Callable[..., Any]
+    temporary_bytes: int | None
 
 
 def measurable(target: Target) -> bool:
@@ -94,69 +102,90 @@ def measured_times(
       done: called after each program.
 
     Returns:
-      The times, those of process 0 in every process: of the chain as written the median, of a ring what it
-      takes at worst, see `race`. None where the chain as written cannot be run.
+      The times by this process's clock: of the chain as written the median, of a ring what it takes at
+      worst, see `race`. None where the chain as written cannot be run, or a timed call fails.
     """
-    versions = [program.original, *map(program.version, choices)]
-    everywhere = jax.NamedSharding(target.mesh, jax.P())
+    replicated = jax.NamedSharding(target.mesh, jax.P())
     arguments = tuple(
-        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding or everywhere) for a in program.arguments
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding or replicated) for a in program.arguments
     )
-    runs: list[Any] = []
-    for version in versions:
+    # In place of what fails stands the error's text: an error itself holds the arrays of all its frames.
+    runs: list[Runnable | str] = []
+    for choice in (None, *choices):
         try:
-            runs.append(compiled_for(version, arguments, target))
+            version = program.original if choice is None else program.version(choice)
+            compiled = compiled_for(version, arguments, target)
+            runs.append(Runnable(compiled, _memory(compiled, target)))
         except Exception as error:
-            runs.append(error)
+            runs.append(one_line(error))
         done()
     values: list[Any] = []
+    meet: Callable[[], object] = _alone
     try:
         values = [some(argument, number) for number, argument in enumerate(arguments)]
         jax.block_until_ready(values)
+        if len(target.processes) > 1:
+            meet = meeting(target.mesh)
     except Exception as error:
-        runs[0] = error
+        runs[0] = one_line(error)
     # What one process cannot run, none may: the others would wait for it.
     runs = _where_all(target, runs)
-    if isinstance(runs[0], Exception):
-        logger.debug("the chain as written cannot be run: %s", one_line(runs[0]))
+    if isinstance(runs[0], str):
+        logger.debug("the chain as written cannot be run: %s", runs[0])
         return None
-    for number, run in enumerate(runs):
-        try:
-            for _ in range(WARM_UPS if not isinstance(run, Exception) else 0):
-                jax.block_until_ready(run(*values))
-        except Exception as error:
-            runs[number] = error
+    for number, each in enumerate(runs):
+        if isinstance(each, Runnable):
+            try:
+                for _ in range(WARM_UPS):
+                    jax.block_until_ready(each.run(*values))
+            except Exception as error:
+                runs[number] = one_line(error)
     runs = _where_all(target, runs)
-    if isinstance(runs[0], Exception):
-        logger.debug("the chain as written cannot be run: %s", one_line(runs[0]))
+    if isinstance(runs[0], str):
+        logger.debug("the chain as written cannot be run: %s", runs[0])
         return None
-    runnable = [run if not isinstance(run, Exception) else None for run in runs]
-    meet = meeting(target.mesh) if len(target.processes) > 1 else lambda: None
-    seconds = race(
-        runnable,
-        values,
-        _calls(target),
-        meet,
-        lambda medians: _of_process_0(target, np.array(medians)).tolist(),
+    try:
+        seconds = race(
+            [each.run if isinstance(each, Runnable) else None for each in runs],
+            values,
+            _calls(target),
+            meet,
+            lambda medians: of_process_0(target, medians),
+            lambda well: everywhere(target, [well])[0],
+        )
+        return None if seconds is None else _times(runs, seconds, choices)
+    except Exception as error:
+        logger.debug("the chain and its rings cannot be timed: %s", one_line(error))
+        return None
+
+
+def _times(runs: Sequence[Runnable | str], seconds: Sequence[float], choices: Sequence[object]) -> Times:
+    """What was found of the chain, first, and its rings."""
+    original, *rings = (
+        Failed(each, lasting=False) if isinstance(each, str) else Timed(run_s, each.temporary_bytes)
+        for each, run_s in zip(runs, seconds, strict=True)
     )
-    found: list[Timed | Failed] = [
-        failed(choice, run, lasting=False)
-        if isinstance(run, Exception)
-        else Timed(ring_s, _memory(run, target))
-        for choice, run, ring_s in zip(choices, runs[1:], seconds[1:], strict=True)
-    ]
-    return agreed(Times(Timed(seconds[0], _memory(runs[0], target)), tuple(found)), choices, target)
+    assert isinstance(original, Timed)
+    for choice, ring in zip(choices, rings, strict=True):
+        if isinstance(ring, Failed):
+            log_failed(choice, ring)
+    return Times(original, tuple(rings))
+
+
+def _alone() -> None:
+    """Where one process meets: nobody is waited for."""
 
 
 def race(
     runs: Sequence[Callable[..., Any] | None],
     values: Sequence[Any],
     calls: int,
-    meet: Callable[[], object] = lambda: None,
+    meet: Callable[[], object] = _alone,
     agree: Callable[[list[float]], list[float]] = lambda medians: medians,
+    all_well: Callable[[bool], bool] = lambda well: well,
     clock: Callable[[], float] = time.perf_counter,
-) -> list[float]:
-    """Seconds of one call of each function; 0 where there is none.
+) -> list[float] | None:
+    """Seconds of one call of each function; 0 where there is none. None where a call failed.
 
     After a heat of all, the first goes on with the fastest of the others.
 
@@ -172,6 +201,8 @@ def race(
       calls: per sample.
       meet: called before each sample.
       agree: from the medians of the heat to those that all processes go by.
+      all_well: from whether a round went well here to whether it did in all processes. One in which a call
+        failed goes on to the end of the round: the others would wait where they meet.
       clock: tells the time in seconds.
     """
     samples: list[list[float]] = [[] for _ in runs]
@@ -181,18 +212,31 @@ def race(
             medians = agree([statistics.median(taken or [math.inf]) for taken in samples])
             finalists = sorted(racing[1:], key=lambda number: medians[number])[:FINALISTS]
             racing = [0, *sorted(finalists)]
+        well = True
         for number in [*racing[first % len(racing) :], *racing[: first % len(racing)]]:
             run = runs[number]
             assert run is not None
             meet()
-            begin_s = clock()
-            results = None
-            for _ in range(calls):
-                results = run(*values)
-            jax.block_until_ready(results)
-            samples[number].append((clock() - begin_s) / calls)
+            try:
+                samples[number].append(_sample_s(run, values, calls, clock))
+            except Exception as error:
+                logger.debug("a call fails: %s", one_line(error))
+                well = False
+        if not all_well(well):
+            return None
     original_s = statistics.median(samples[0])
     return [original_s, *(_at_worst_s(samples[0], taken) for taken in samples[1:])]
+
+
+def _sample_s(
+    run: Callable[..., Any], values: Sequence[Any], calls: int, clock: Callable[[], float]
+) -> float:
+    begin_s = clock()
+    results = None
+    for _ in range(calls):
+        results = run(*values)
+    jax.block_until_ready(results)
+    return (clock() - begin_s) / calls
 
 
 def _at_worst_s(original: Sequence[float], ring: Sequence[float]) -> float:
@@ -225,47 +269,13 @@ def some(argument: jax.ShapeDtypeStruct, seed: int) -> Any:
     return jax.jit(make, out_shardings=argument.sharding).lower().compile()()
 
 
-def agreed(times: Times | None, choices: Sequence[object], target: Target) -> Times | None:
-    """What process 0 found, in every process; each must call this."""
-    if len(target.processes) == 1:
-        return times
-    text = "null" if times is None else json.dumps(record("", times, choices))
-    message = np.frombuffer(text.encode().ljust(MESSAGE_BYTES), np.uint8)
-    told = json.loads(_of_process_0(target, message).tobytes())
-    return None if told is None else times_of(told, "", choices)
-
-
-def _of_process_0(target: Target, values: np.ndarray) -> np.ndarray:
-    """Its values, in every process; each must call this."""
-    if len(target.processes) == 1:
-        return values
-    from jax.experimental import multihost_utils
-
-    return _apart(multihost_utils.broadcast_one_to_all, values)
-
-
-def _where_all(target: Target, runs: Sequence[Any]) -> list[Any]:
+def _where_all(target: Target, runs: Sequence[Runnable | str]) -> list[Runnable | str]:
     """What can be run in every process; in place of the rest, the error or word of another's."""
-    if len(target.processes) == 1:
-        return list(runs)
-    from jax.experimental import multihost_utils
-
-    own = np.array([not isinstance(run, Exception) for run in runs])
-    everywhere = _apart(multihost_utils.process_allgather, own)
-    elsewhere = RuntimeError("it failed in another process")
+    good = everywhere(target, [isinstance(each, Runnable) for each in runs])
     return [
-        run if good or isinstance(run, Exception) else elsewhere
-        for run, good in zip(runs, np.all(everywhere, axis=0).flat, strict=True)
+        each if well or isinstance(each, str) else "it failed in another process"
+        for each, well in zip(runs, good, strict=True)
     ]
-
-
-def _apart(exchange: Callable[[Any], Any], value: np.ndarray) -> np.ndarray:
-    """Exchanges values among the processes, in a thread of its own.
-
-    A function is being traced in this one, so what is called here would become part of its program.
-    """
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: np.asarray(exchange(value))).result()
 
 
 def _calls(target: Target) -> int:

@@ -185,7 +185,7 @@ class Overlapped:
         """What is decided about every collective of the program, and why. Traces; neither compiles nor runs.
 
         The policies ``verify`` and ``autotune`` compile the chains that they have not tried yet, and the
-        latter runs them: of several processes, all must then call this.
+        latter runs them: of several processes with one mesh, all must then call this.
 
         The rewritten program is traced too, so that what the report calls rewritten is what a call runs.
 

@@ -11,6 +11,7 @@ import jax
 
 from cost_model import Hardware
 from overlap import autotune, trial_target, verify
+from overlap.processes import agreed
 from overlap.schedule_cache import ScheduleCache, default_directory
 from overlap.trial_target import Target
 from overlap.trial_times import Times, choose
@@ -28,10 +29,11 @@ HardwareOf = Callable[[str | None], Hardware | None]
 class Trials:
     """Compiles and times the schedules of chains, and their rings together, once: a ``passes.TryOut``.
 
-    ``verify`` models the time of what the compiler made, so every process of a job finds the same, each by
-    itself. ``autotune`` runs it; where the devices are not there, or belong to some of the job's processes
-    only, it verifies. All processes must then come to the same chains in the same order, as they do when they
-    all run one program.
+    ``verify`` models the time of what the compiler made. ``autotune`` runs it; where the devices are not
+    there, or belong to some of the job's processes only, it verifies. Where the devices are those of all
+    processes of a job, these go by what process 0 found: they differ in what they measure, keep in their
+    caches, and have memory to compile. All must then come to the same chains in the same order, as they do
+    when they all run one program.
 
     Args:
       policy: which of the two.
@@ -107,15 +109,13 @@ class Trials:
             return self._found[key]
         if self._cache is None:
             self._cache = ScheduleCache(default_directory())
-        times = self._cache.load(key, choices)
-        if policy == "autotune":
-            times = autotune.agreed(times, choices, target)
+        times = agreed(self._cache.load(key, choices), choices, target)
         if times is None:
             take = autotune.measured_times if policy == "autotune" else verify.modelled_times
             where = place(jaxpr)
             what = "the program of" if program.whole else "rings for"
             with progress(f"compiling {what} {where}", 1 + len(choices)) as done:
-                times = take(program, choices, target, done)
+                times = agreed(take(program, choices, target, done), choices, target)
             logger.debug("%s of %s: %s", policy, where, times)
             if times is not None and times.lasting:
                 conditions = {

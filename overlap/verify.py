@@ -98,13 +98,15 @@ def modelled_times(
         enough_s = original.timed.seconds / (1 + GAIN)
     rings: list[Timed | Failed] = []
     for choice in choices:
+        ring: Timed | Failed
         try:
             ring = modelled(program.version(choice), program.arguments, target).timed
         except Exception as error:
-            rings.append(failed(choice, error, lasting=isinstance(error, jax.errors.JaxRuntimeError)))
+            ring = Failed(one_line(error), lasting=isinstance(error, jax.errors.JaxRuntimeError))
+            log_failed(choice, ring)
         else:
-            rings.append(ring)
             logger.debug("%s: %s", choice, ring)
+        rings.append(ring)
         done()
         if len(rings) >= program.compared and any(
             isinstance(ring, Timed) and ring.fits(original.timed) and ring.seconds <= enough_s
@@ -114,10 +116,9 @@ def modelled_times(
     return Times(original.timed, tuple(rings))
 
 
-def failed(choice: object, error: Exception, *, lasting: bool) -> Failed:
-    """A ring that failed, which is logged."""
-    logger.debug("the ring %s is passed over: %s", choice, one_line(error))
-    return Failed(one_line(error), lasting)
+def log_failed(choice: object, ring: Failed) -> None:
+    """Tells of a ring that failed."""
+    logger.debug("the ring %s is passed over: %s", choice, ring.error)
 
 
 def one_line(error: Exception) -> str:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 from pathlib import Path
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from cost_model import by_name
 from overlap import autotune, overlap_collectives, verify
 from overlap.schedule_cache import VARIABLE
 from overlap.trial_target import COMPILE_ONLY, Target
@@ -78,9 +80,11 @@ class TestRace:
 
         met: list[float] = []
         steady, lucky, faster = program(1.0), program(*(0.7, 1.4) * 9, 0.7, 0.7), program(0.9, 0.92)
-        original_s, lucky_s, faster_s = autotune.race(
+        found = autotune.race(
             [steady, lucky, faster], [np.zeros(1)], 1, lambda: met.append(now[0]), clock=lambda: now[0]
         )
+        assert found is not None
+        original_s, lucky_s, faster_s = found
         assert original_s == pytest.approx(1.0)
         assert lucky_s > 1.0, "its median is 0.7"
         assert 0.9 <= faster_s <= 0.92 + 1e-9
@@ -107,6 +111,25 @@ class TestRace:
         assert found == pytest.approx([1.0, 0.5, 0.6, 0.0, 0.7, 0.8, 0.9])
         heat, rounds = autotune.HEAT, autotune.ROUNDS
         assert called == [rounds, heat, rounds, 0, heat, heat, rounds]
+
+    def test_a_call_that_fails_ends_it_in_all_processes_after_the_round(self) -> None:
+        met: list[int] = []
+        rounds: list[bool] = []
+
+        def failing(value: Any) -> Any:
+            raise MemoryError("of the host")
+
+        def all_well(well: bool) -> bool:
+            rounds.append(well)
+            return well
+
+        runs = [lambda value: value, failing, lambda value: value]
+        assert autotune.race(runs, [np.zeros(1)], 1, lambda: met.append(1), all_well=all_well) is None
+        assert rounds == [False]
+        assert len(met) == 3, "the other processes wait for this one before each call of the round"
+        told = iter([True, True, False])
+        steady = [lambda value: value] * 2
+        assert autotune.race(steady, [np.zeros(1)], 1, all_well=lambda well: next(told)) is None
 
 
 class TestDecision:
@@ -208,6 +231,34 @@ class TestDecision:
         assert (trial.choice, trial.ring_s) == (SCHEDULES[1], 80e-6)
         assert raced == [3]
         assert not list(cache.iterdir())
+
+    def test_what_fails_keeps_no_arrays(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        @jax.jit
+        def failing_program(*_: Any) -> Any:
+            raise ValueError("nothing can be made of it")
+
+        program, choices = chain()
+        monkeypatch.setattr(autotune, "race", lambda *_: None)
+        failing = dataclasses.replace(program, version=lambda choice: failing_program)
+        known = Target(mesh_of(), by_name("cpu"))
+        gc.collect()
+        before = len(jax.live_arrays())
+        gc.disable()
+        try:
+            autotune.measured_times(failing, choices, known, lambda: None)
+            assert len(jax.live_arrays()) == before
+        finally:
+            gc.enable()
+
+    def test_chain_of_which_a_timed_call_fails_is_verified(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: Any) -> Any:
+            raise MemoryError("of the host")
+
+        monkeypatch.setattr(autotune, "_sample_s", fail)
+        monkeypatch.setattr("overlap.verify.modelled", Compiler(100, [60]))
+        trial = trials("autotune")(*chain())
+        assert trial is not None
+        assert (trial.kind, trial.ring_s) == ("modelled", 60e-6)
 
     def test_chain_that_cannot_run_is_verified(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(*_: Any) -> Any:
@@ -390,7 +441,7 @@ from tests.overlap.trial_programs import gather, mapped
 os.environ["OVERLAP_CACHE_DIR"] = f"{what}/process_{index}"
 wanted = reference()
 
-def race(runs, values, calls, meet, agree):
+def race(runs, values, calls, meet, *_):
     meet()
     # The programs do run, and the two processes disagree about which is the fastest.
     for run in runs:
@@ -433,7 +484,7 @@ def test_processes_that_measure_differently_decide_alike(tmp_path: Path) -> None
     (one,), (other,) = (told for _, told, _ in found)
     assert one == other
     assert one["first"] == one["second"]
-    # Found by each process for itself: by compiling, and then in one of them in its cache.
+    # Found by compiling, and then in the cache of process 0; that of the other is empty.
     assert one["modelled"][0] == one["modelled"][1]
     assert "Modelled: " in one["modelled"][0]
     assert one["first"]["close"]
@@ -447,3 +498,52 @@ def test_processes_that_measure_differently_decide_alike(tmp_path: Path) -> None
         [json.loads((tmp_path / f"process_{i}" / name).read_text()) for name in files[i]] for i in range(2)
     ]
     assert kept[0] == kept[1]
+
+
+UNLIKE: Final = (
+    START
+    + """
+from cost_model import by_name
+from overlap import autotune, processes, verify
+from overlap.trial_target import Target
+from overlap.trial_times import Failed, Timed, Times
+from tests.overlap.mlp import mesh_of
+from tests.overlap.trial_programs import Compiler, gather, mapped
+
+shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((32, 16), (16, 24))]
+sample_s, calls = autotune._sample_s, []
+
+def failing(*arguments):
+    # The program has run: what fails in one process alone is what comes after.
+    found = sample_s(*arguments)
+    calls.append(1)
+    if index == 1 and len(calls) >= 5:
+        raise MemoryError("of this host")
+    return found
+
+def sentence(policy):
+    chain = mapped(gather, mesh_of(4))
+    function = overlap_collectives(chain, policy=policy, hardware="tpu_v5p", strict=True)
+    return json.loads(function.explain(*shapes).to_json())["sites"][0]["sentence"]
+
+os.environ["OVERLAP_CACHE_DIR"] = ""
+autotune._sample_s = failing
+verify.modelled = Compiler(100, [80]) if index == 0 else Compiler(MemoryError("of this host"), [])
+told = {policy: sentence(policy) for policy in ("verify", "autotune")}
+
+times = Times(Timed(1.0, None), (Failed("x" * 300, True),) * (100 if index == 1 else 60))
+agreed = processes.agreed(times, range(100), Target(mesh_of(4), by_name("cpu")))
+tell(**told, rings=len(agreed.rings), calls=len(calls))
+"""
+)
+
+
+def test_processes_that_fail_differently_decide_alike() -> None:
+    found = run(UNLIKE, "")
+    for status, _, errors in found:
+        assert status == 0, errors
+    (one,), (other,) = (told for _, told, _ in found)
+    assert one == other
+    assert "Modelled: 100 µs as written, 80 µs as the best ring tried." in one["verify"]
+    assert "Modelled: 100 µs as written, 80 µs as the best ring tried." in one["autotune"], "it is verified"
+    assert one["rings"] == 60, "what process 0 found, though the other has more to tell"
