@@ -1,4 +1,4 @@
-"""What to say when the pass fails on a program: which collective it was working on."""
+"""What to say when the pass fails on a program: which collective it was working on, and whose fault it is."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from passes.collective import Collective
+from passes.decide import ask
 from passes.graph import COLLECTIVES, Dataflow, Op
 
 
@@ -18,6 +19,11 @@ def report_request(name: str, error: Exception) -> str:
         f"overlap_collectives could not rewrite {name}{where}; the original program runs instead. "
         f"Please report this, with the program: {type(error).__name__}: {error}"
     )
+
+
+def of_policy(error: Exception) -> bool:
+    """Whether the user's own policy raised it."""
+    return any(frame.f_code is ask.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def failing_site(error: Exception) -> str | None:

@@ -14,7 +14,7 @@ from jax.extend import core as jex_core
 
 import passes
 from cost_model import Hardware
-from overlap.failure import report_request
+from overlap.failure import of_policy, report_request
 from passes import Policy, TryOut, shims
 
 logger = logging.getLogger("overlap")
@@ -75,8 +75,11 @@ class Rewriter:
             logger.info("%s: %s: %s (%s). %s", self.name, what, verdict, site.reason, site.sentence)
 
     def failed(self, error: Exception) -> None:
-        """What follows a failure of the pass: strict functions raise it, others warn and run the original."""
-        if self._strict:
+        """What follows a failure of the pass: strict functions raise it, others warn and run the original.
+
+        An error of the user's own policy is the user's to mend: it is always raised.
+        """
+        if self._strict or of_policy(error):
             raise error
         if not self._warned:
             self._warned = True

@@ -159,6 +159,11 @@ def decide(
     return tuple(decided[op] for op in sorted(decided))
 
 
+def ask(policy: Callable[[Site], bool], site: Site) -> bool:
+    """What the user's own policy says. An error that passes through here is the user's, not the pass's."""
+    return bool(policy(site))
+
+
 def _run_beside(flow: Dataflow, chains: Iterable[Chain]) -> set[int]:
     """The weights' gradients that may be left out of rings, to run beside the collective of another chain."""
     return set(held_back(flow, chains, weight_gradients(flow)))
@@ -169,7 +174,7 @@ def _without_chain(collective: Collective, reason: Reason, policy: Policy, descr
     kept = Decision(collective, None, None, False, reason)
     if reason.code is not Code.AXIS_SIZE_ONE or policy == "never":
         return kept
-    if callable(policy) and not policy(describe(kept)):
+    if callable(policy) and not ask(policy, describe(kept)):
         return dataclasses.replace(kept, reason=Reason(Code.POLICY_DECLINED))
     return dataclasses.replace(kept, rewritten=True)
 
@@ -310,7 +315,7 @@ def _verdict(
         predicted = Code.PROFITABLE if pays(proposal.estimate, hardware) else Code.NOT_PROFITABLE
     if callable(policy):
         # It is told what the cost model alone would decide.
-        accepted = policy(describe(dataclasses.replace(proposal, reason=Reason(predicted))))
+        accepted = ask(policy, describe(dataclasses.replace(proposal, reason=Reason(predicted))))
         return (Code.POLICY_ACCEPTED, True) if accepted else (Code.POLICY_DECLINED, False)
     return predicted, predicted is Code.PROFITABLE
 

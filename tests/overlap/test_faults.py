@@ -243,12 +243,37 @@ def test_a_rewritten_program_of_another_type_is_refused(monkeypatch: pytest.Monk
         always(jax.jit(mlp()))(*REF.arguments)
 
 
-def test_a_policy_that_raises_leaves_the_original_and_names_the_site() -> None:
-    def policy(site: Any) -> bool:
-        raise InjectedError("undecided")
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_error_of_the_users_own_policy_is_theirs(strict: bool) -> None:
+    raised = InjectedError("undecided")
 
-    with pytest.warns(RuntimeWarning, match=r"at the .*mlp\.py:.*InjectedError: undecided"):
-        check(overlap_collectives(jax.jit(mlp()), policy=policy)(*REF.arguments), REF.value())
+    def policy(site: Any) -> bool:
+        raise raised
+
+    decorated = overlap_collectives(jax.jit(mlp()), policy=policy, strict=strict)
+    gradient = jax.grad(lambda *arguments: decorated(*arguments).sum())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for use in (decorated, jax.jit(decorated), gradient, decorated.explain, decorated.lower):
+            with pytest.raises(InjectedError) as caught:
+                use(*REF.arguments)
+            assert caught.value is raised
+
+
+def test_an_error_of_the_policy_about_the_derivative_is_the_users_too() -> None:
+    asked: list[Any] = []
+
+    def policy(site: Any) -> bool:
+        asked.append(site)
+        if len(asked) > forward:
+            raise InjectedError("of a collective of the derivative")
+        return True
+
+    decorated = overlap_collectives(jax.jit(mlp()), policy=policy)
+    forward = 2
+    with pytest.raises(InjectedError, match="of a collective of the derivative"):
+        jax.grad(lambda x: decorated(x, *REF.arguments[1:]).sum())(REF.arguments[0])
+    assert len(asked) == 3
 
 
 def test_a_logging_handler_that_raises_stops_no_call() -> None:
