@@ -135,7 +135,7 @@ def _without_addresses(text: str) -> str:
 
 @functools.cache
 def emission() -> str:
-    """The version of the code that emits rings and times them: a digest of its sources.
+    """The version of the code that emits rings and times them: a digest of its sources, and of its tables.
 
     A number to be raised by hand would be forgotten, and old results then taken for those of new rings.
     """
@@ -144,7 +144,8 @@ def emission() -> str:
     folders = [*packages, Path(__file__).parent / "hlo"]
     names = ("verify.py", "autotune.py", "speedup.py", "compiled_memory.py", "meeting.py")
     own = [Path(__file__).with_name(name) for name in names]
-    for path in [*(path for folder in folders for path in sorted(folder.glob("*.py"))), *own]:
+    tables = sorted((packages[0] / "tables").glob("*.json"))
+    for path in [*(path for folder in folders for path in sorted(folder.glob("*.py"))), *tables, *own]:
         digest.update(f"{path.parent.name}/{path.name}\n".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -25,9 +26,10 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType
 
+import cost_model
 from cost_model import by_name
 from overlap.schedule_cache import VARIABLE, ScheduleCache, default_directory, record, times_of
-from overlap.trial_target import Target, key
+from overlap.trial_target import Target, emission, key
 from overlap.trial_times import Failed, Timed, Times
 from passes import RingSchedule
 from tests.overlap.mlp import mesh_of
@@ -333,6 +335,18 @@ class TestKey:
             patch.setenv("LIBTPU_INIT_ARGS", "--xla_some_flag=true")
             different.append(key_of())
         assert len(set(different)) == 6
+
+    def test_tells_the_tables_of_the_cost_model_apart(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tables = shutil.copytree(Path(str(cost_model.__file__)).parent, tmp_path / "cost_model") / "tables"
+        monkeypatch.setattr(cost_model, "__file__", str(tmp_path / "cost_model" / "__init__.py"))
+        as_it_is = emission.__wrapped__()
+        assert as_it_is == emission()
+        for table in sorted(tables.iterdir()):
+            table.write_text(f"{table.read_text()} ")
+            assert emission.__wrapped__() != as_it_is
+            as_it_is = emission.__wrapped__()
 
     def test_tells_devices_apart(self) -> None:
         compiler = SimpleNamespace(platform_version="compiler 2", runtime_type="")
