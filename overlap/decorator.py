@@ -65,7 +65,8 @@ def overlap_collectives(
         that the compiler chose, and rewrites where a ring is faster by more than 1 % and needs no more
         temporary memory. ``"autotune"`` does the same with wall-clock times on the attached devices; where
         there are none it verifies. Both keep what they find on disk (docs/policies.md), and go by the cost
-        model where a chain cannot be compiled on its own. A callable is asked per ``Site``.
+        model where a chain cannot be compiled on its own. A callable is asked per ``Site``; what it raises, a
+        call of the function raises.
       strict: raise if the pass fails, instead of running the original with a warning.
 
     Returns:
@@ -239,10 +240,20 @@ class _Method:
         self.original = functools.partial(function.original, instance)
         self.trace = functools.partial(function.trace, instance)
         self.lower = functools.partial(function.lower, instance)
+        self.eval_shape = functools.partial(function.eval_shape, instance)
         self.explain = functools.partial(function.explain, instance)
+        self.clear_cache = function.clear_cache
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Method):
+            return NotImplemented
+        return self.__self__ is other.__self__ and self.__func__ is other.__func__
+
+    def __hash__(self) -> int:
+        return hash((id(self.__self__), self.__func__))
 
     def __repr__(self) -> str:
         return f"<bound method {self.__func__!r} of {self.__self__!r}>"

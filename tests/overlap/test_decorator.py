@@ -142,11 +142,17 @@ def test_methods_bind_and_so_do_their_attributes() -> None:
     assert isinstance(Layer.apply, Overlapped)
     assert layer.apply.__doc__ == "Applies."
     assert layer.apply.__self__ is layer
+    assert layer.apply == layer.apply and hash(layer.apply) == hash(layer.apply)
+    assert layer.apply != Layer(w, v).apply and layer.apply != Layer.name_length
+    assert layer.apply.eval_shape(x).shape == (8, 6)
     assert layer.apply.explain(x) == Layer.apply.explain(layer, x)
     assert str(layer.apply.trace(x).jaxpr).count("ppermute") > 0
     assert "collective_permute" in layer.apply.lower(x).as_text()
     assert layer.double(3) == 6
     assert Layer.name_length(1) == 6
+    assert Layer.apply._cache_size() > 0
+    layer.apply.clear_cache()
+    assert Layer.apply._cache_size() == 0
 
 
 def test_a_method_of_a_pytree_class_takes_self_as_an_argument() -> None:
