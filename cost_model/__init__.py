@@ -11,7 +11,7 @@ It pays from `Hardware.least_gain` of the original time on: what is less, a pred
 
 from cost_model.axis import Axis, Directions, ring_hop_s
 from cost_model.break_even import break_evens
-from cost_model.calibration import Calibration, hardware_of
+from cost_model.calibration import Calibration, OtherDevicesError, hardware_of
 from cost_model.chips import by_name, from_device_kind, names
 from cost_model.collectives import all_gather_s, all_reduce_s, all_to_all_s, hop_s, reduce_scatter_s
 from cost_model.dtypes import dtype_bytes
@@ -34,6 +34,7 @@ __all__ = [
     "Hardware",
     "Link",
     "Matmul",
+    "OtherDevicesError",
     "Place",
     "RingOrder",
     "RingWork",

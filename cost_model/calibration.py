@@ -23,6 +23,10 @@ SCHEMA: Final = 1
 """Version of a calibration's JSON form."""
 
 
+class OtherDevicesError(ValueError):
+    """A calibration is of another kind of device."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisMeasured:
     """The links along one mesh axis.
@@ -147,7 +151,8 @@ class Calibration:
             is compiled here to run elsewhere.
 
         Raises:
-          ValueError: the file is none, or of another kind of device; the message says what to do.
+          ValueError: the file is none, or (`OtherDevicesError`) of another kind of device; the message says
+            what to do.
           OSError: it cannot be read.
         """
         try:
@@ -156,12 +161,25 @@ class Calibration:
             raise ValueError(
                 f"{path} cannot be used as hardware: {error}. {_AGAIN.format(path=path)}"
             ) from error
-        if device_kind is not None and not _alike(found.device_kind, device_kind):
-            raise ValueError(
-                f"{path} was measured on {found.device_kind!r}, and the devices here are {device_kind!r}. "
+        if device_kind is not None:
+            found.check(device_kind, path)
+        return found
+
+    def check(self, device_kind: str, path: str | os.PathLike[str]) -> None:
+        """Refuses devices of another kind than those that were measured.
+
+        Args:
+          device_kind: as JAX reports it.
+          path: the calibration's file, for the message.
+
+        Raises:
+          OtherDevicesError: they are of another kind; the message says what to do.
+        """
+        if not _alike(self.device_kind, device_kind):
+            raise OtherDevicesError(
+                f"{path} was measured on {self.device_kind!r}, and the devices here are {device_kind!r}. "
                 + _AGAIN.format(path=path)
             )
-        return found
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Writes the JSON to a file, as a whole or not at all."""

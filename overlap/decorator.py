@@ -9,9 +9,9 @@ from typing import Any, overload
 
 import jax
 
-import cost_model
 import passes
 from cost_model import Hardware
+from overlap.given_hardware import GivenHardware, given_hardware
 from overlap.report import Report
 from overlap.rewriting import Rewriter
 from overlap.trials import trials_for
@@ -58,7 +58,8 @@ def overlap_collectives(
       fun: the function. Its jit options (static arguments, donation, shardings, layouts, compiler options, …)
         are kept. A function that was decorated already is decorated anew, with these arguments.
       hardware: what the cost model prices for: None (from the devices of the mesh), a name such as
-        ``"tpu_v5p"``, a file that ``python -m overlap calibrate`` wrote, or a ``cost_model.Hardware``.
+        ``"tpu_v5p"``, a file that ``python -m overlap calibrate`` wrote, or a ``cost_model.Hardware``. A file
+        of another kind of device than the mesh's is an error of the call that traces the function.
       policy: ``"auto"`` rewrites where the cost model predicts a gain, ``"always"`` wherever it is legal,
         ``"never"`` nowhere (the report still tells what is predicted). ``"verify"`` compiles each chain and
         its few best rings for the mesh's devices (compile-only ones too), models the times of the schedules
@@ -80,24 +81,21 @@ def overlap_collectives(
     if not callable(policy) and policy not in passes.POLICIES:
         names = ", ".join(repr(name) for name in passes.POLICIES)
         raise ValueError(f"unknown policy {policy!r}: give one of {names}, or a callable Site -> bool")
-    if isinstance(hardware, str):
-        hardware = cost_model.hardware_of(hardware)
-    elif hardware is not None and not isinstance(hardware, Hardware):
-        raise TypeError(
-            f"hardware must be None, a name or a cost_model.Hardware, not {type(hardware).__name__}"
-        )
-    if fun is None:
-        return functools.partial(overlap_collectives, hardware=hardware, policy=policy, strict=strict)
-    if not callable(fun):
-        raise TypeError(f"overlap_collectives takes a function, not {type(fun).__name__}")
-    if _is_wrapped_elsewhere(fun):
-        kind = f"{type(fun).__module__.partition('.')[0]}'s {type(fun).__name__}"
-        raise TypeError(
-            f"overlap_collectives takes a function, jitted by jax.jit or not at all, and this is {kind}. Put "
-            "it inside, as in nnx.jit(overlap_collectives(f)), or decorate a jax.jit of what is left of the "
-            "arguments once they are split into arrays and the rest."
-        )
-    return Overlapped(fun, hardware, policy, strict)
+    given = given_hardware(hardware)
+
+    def decorate(fun: Callable[..., Any]) -> Overlapped:
+        if not callable(fun):
+            raise TypeError(f"overlap_collectives takes a function, not {type(fun).__name__}")
+        if _is_wrapped_elsewhere(fun):
+            kind = f"{type(fun).__module__.partition('.')[0]}'s {type(fun).__name__}"
+            raise TypeError(
+                f"overlap_collectives takes a function, jitted by jax.jit or not at all, and this is {kind}. Put "
+                "it inside, as in nnx.jit(overlap_collectives(f)), or decorate a jax.jit of what is left of the "
+                "arguments once they are split into arrays and the rest."
+            )
+        return Overlapped(fun, given, policy, strict)
+
+    return decorate if fun is None else decorate(fun)
 
 
 class Overlapped:
@@ -114,21 +112,20 @@ class Overlapped:
     original: Any
 
     def __init__(
-        self, fun: Callable[..., Any], hardware: Hardware | None, policy: Policy, strict: bool
+        self, fun: Callable[..., Any], hardware: GivenHardware, policy: Policy, strict: bool
     ) -> None:
         if isinstance(fun, Overlapped):
             fun = fun.original
         functools.update_wrapper(self, fun)
         self.original = fun if isinstance(fun, jax.stages.Wrapped) else jax.jit(fun)
         self._options = _jit_options(self.original)
-        hardware_of = functools.partial(_hardware_of, hardware)
         self._rewriter = Rewriter(
             str(getattr(self.original, "__name__", type(self.original.__wrapped__).__name__)),
-            hardware_of,
+            hardware,
             policy,
             strict,
             self._options.kwargs["inline"],
-            trials_for(policy, hardware_of, self._options.kwargs),
+            trials_for(policy, hardware, self._options.kwargs),
         )
         self._calls: dict[Any, Any] = {}
         self._inner: Any = jax.jit(
@@ -264,13 +261,6 @@ def _is_wrapped_elsewhere(fun: Any) -> bool:
     if shims.is_jitted(fun) or type(fun).__module__.startswith(("jax", "overlap")):
         return False
     return isinstance(fun, jax.stages.Wrapped) or (hasattr(fun, "lower") and hasattr(fun, "__wrapped__"))
-
-
-def _hardware_of(given: Hardware | None, device_kind: str | None) -> Hardware | None:
-    """The hardware that was given; else that of a mesh's devices, None if it is not known."""
-    if given is not None:
-        return given
-    return None if device_kind is None else cost_model.from_device_kind(device_kind)
 
 
 def _jit_options(fun: Any) -> shims.JitOptions:

@@ -13,7 +13,7 @@ import jax
 from jax.extend import core as jex_core
 
 import passes
-from cost_model import Hardware
+from cost_model import Hardware, OtherDevicesError
 from overlap.failure import of_policy, report_request
 from passes import Policy, TryOut, shims
 
@@ -77,9 +77,9 @@ class Rewriter:
     def failed(self, error: Exception) -> None:
         """What follows a failure of the pass: strict functions raise it, others warn and run the original.
 
-        An error of the user's own policy is the user's to mend: it is always raised.
+        What is the user's to mend is always raised: an error of the policy, a calibration of other devices.
         """
-        if self._strict or of_policy(error):
+        if self._strict or of_policy(error) or isinstance(error, OtherDevicesError):
             raise error
         if not self._warned:
             self._warned = True

@@ -3,6 +3,7 @@
 # mypy: allow-untyped-calls
 
 import copy
+import dataclasses
 import functools
 import gc
 import inspect
@@ -12,6 +13,7 @@ import sys
 import textwrap
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ import pytest
 
 import cost_model
 from overlap import Overlapped, Report, Site, overlap_collectives
+from tests.cost_model.test_calibration import CALIBRATION
 from tests.overlap.mlp import always, check, hops, mesh_of, mlp, reference
 
 REF = reference()
@@ -370,6 +373,32 @@ def test_hardware_comes_from_the_kind_of_the_meshs_devices(monkeypatch: pytest.M
     named = overlap_collectives(mlp(), policy="never", hardware="tpu_v5p").explain(*REF.arguments)
     assert set(kinds) == {jax.devices()[0].device_kind}
     assert guessed == named
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_calibration_of_other_devices_is_refused_where_the_devices_are_known(
+    tmp_path: Path, strict: bool
+) -> None:
+    path = tmp_path / "v5p.json"
+    CALIBRATION.write(path)
+    for decorated in (
+        overlap_collectives(jax.jit(mlp()), hardware=str(path), strict=strict),
+        overlap_collectives(hardware=str(path), strict=strict)(mlp()),
+    ):
+        for use in (decorated, jax.jit(decorated), decorated.explain):
+            with pytest.raises(ValueError, match=r"v5p\.json was measured on 'TPU v5', .* here are 'cpu'"):
+                use(*REF.arguments)
+    everywhere = overlap_collectives(mlp(), hardware=CALIBRATION.hardware, policy="never")
+    unknown = overlap_collectives(
+        jax.jit(mlp(mesh_of().abstract_mesh.update(abstract_device=None))),  # type: ignore[arg-type]
+        hardware=str(path),
+    )
+    dataclasses.replace(CALIBRATION, device_kind="cpu").write(path)
+    here = overlap_collectives(mlp(), hardware=str(path), policy="never")
+    assert here.explain(*REF.arguments) == everywhere.explain(*REF.arguments)
+    assert all(site.estimate is not None for site in here.explain(*REF.arguments).sites)
+    check(here(*REF.arguments), REF.value())
+    unknown.explain(*map(struct, REF.arguments))
 
 
 def test_unknown_device_kind_keeps_every_site(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,54 @@
+"""What ``hardware=`` of the decorator means, for the devices of a mesh."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cost_model
+from cost_model import Calibration, Hardware
+
+
+@dataclass(frozen=True, slots=True)
+class GivenHardware:
+    """The hardware that was given, whatever the devices are, unless it was measured on another kind.
+
+    Attributes:
+      hardware: None for that of the devices.
+      calibration: the one that the hardware was read from; None if it comes from elsewhere. Devices are not
+        known before a program is traced, so it is then that they are compared.
+      path: its file.
+    """
+
+    hardware: Hardware | None
+    calibration: Calibration | None = None
+    path: str = ""
+
+    def __call__(self, device_kind: str | None) -> Hardware | None:
+        """The hardware of devices of this kind (None if not known); None if that is not known.
+
+        Raises:
+          OtherDevicesError: it was measured on devices of another kind.
+        """
+        if self.hardware is None:
+            return None if device_kind is None else cost_model.from_device_kind(device_kind)
+        if self.calibration is not None and device_kind is not None:
+            self.calibration.check(device_kind, self.path)
+        return self.hardware
+
+
+def given_hardware(hardware: object) -> GivenHardware:
+    """Reads the argument; see ``overlap_collectives``.
+
+    Raises:
+      ValueError: an unknown name, or a file of no use.
+      OSError: the file cannot be read.
+      TypeError: it is no hardware.
+    """
+    if isinstance(hardware, str) and hardware.endswith(".json"):
+        calibration = Calibration.read(hardware)
+        return GivenHardware(calibration.hardware, calibration, hardware)
+    if isinstance(hardware, str):
+        return GivenHardware(cost_model.by_name(hardware))
+    if hardware is None or isinstance(hardware, Hardware):
+        return GivenHardware(hardware)
+    raise TypeError(f"hardware must be None, a name or a cost_model.Hardware, not {type(hardware).__name__}")
