@@ -349,6 +349,6 @@ def test_a_warm_call_neither_traces_nor_plans(monkeypatch: pytest.MonkeyPatch) -
     decorated = always(jax.jit(mlp()))
     decorated(*REF.arguments)
     monkeypatch.setattr(decorated, "_run", None)
-    monkeypatch.setattr(decorated, "_rewrite", None)
+    monkeypatch.setattr(decorated, "_rewriter", None)
     check(decorated(*REF.arguments), REF.value())
     assert decorated._cache_size() == 1
