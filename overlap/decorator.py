@@ -89,9 +89,9 @@ def overlap_collectives(
         if _is_wrapped_elsewhere(fun):
             kind = f"{type(fun).__module__.partition('.')[0]}'s {type(fun).__name__}"
             raise TypeError(
-                f"overlap_collectives takes a function, jitted by jax.jit or not at all, and this is {kind}. Put "
-                "it inside, as in nnx.jit(overlap_collectives(f)), or decorate a jax.jit of what is left of the "
-                "arguments once they are split into arrays and the rest."
+                f"overlap_collectives takes a function, jitted by jax.jit or not at all, and this is {kind}. "
+                "Put it inside, as in nnx.jit(overlap_collectives(f)), or decorate a jax.jit of what is left "
+                "of the arguments once they are split into arrays and the rest."
             )
         return Overlapped(fun, given, policy, strict)
 
