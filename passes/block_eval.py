@@ -127,17 +127,17 @@ def run_on_piece(
                 operands.append(pieces[operand])
             else:
                 operands.append(read(operand) if dim is None else piece.of(read(operand), dim))
+        if op.name in LONE:
+            pieces[op.outputs[0]] = operands[0]
+            continue
         params = dict(op.params)
+        if isinstance(block.dims, Blockwise):
+            params = dict(block_params(op.name, call_of(flow, op), block.dims, piece.share))
         if op.name == "pvary":
             params["axes"] = tuple(sorted(set(op.params["axes"]) - _varying(operands[0])))
             if not params["axes"]:
                 pieces[op.outputs[0]] = operands[0]
                 continue
-        if op.name in LONE:
-            pieces[op.outputs[0]] = operands[0]
-            continue
-        if isinstance(block.dims, Blockwise):
-            params = dict(block_params(op.name, call_of(flow, op), block.dims, piece.share))
         if block.op in widened:
             dtype = accumulator_dtype(flow.avals[op.outputs[0]].dtype)
             if op.name == "dot_general":

@@ -75,6 +75,12 @@ def read_collective(flow: Dataflow, index: int) -> Collective | None:
     return Collective(index, kind, axes, size, mesh_sizes, groups, dim, tiled)
 
 
+def _is_mapped_by_vmap(op: Op) -> bool:
+    """Whether a collective is over dims of its operand too, of a vmap with an axis name."""
+    names = op.params["axes"] if "axes" in op.params else op.params["axis_name"]
+    return any(isinstance(name, int) for name in (names if isinstance(names, tuple | list) else (names,)))
+
+
 def mesh_axes(op: Op) -> tuple[str, ...]:
     """The mesh axes of a collective equation, major to minor; a single one may be named bare."""
     names = op.params["axes"] if "axes" in op.params else op.params["axis_name"]
@@ -89,6 +95,8 @@ def unsupported(flow: Dataflow, collective: Collective) -> Reason | None:
         return Reason(Code.UNUSED)
     if op.name not in _DECOMPOSED or len(op.outputs) != 1:
         return Reason(Code.UNSUPPORTED_COLLECTIVE, f"It is {op.name} of {len(op.outputs)} value(s).")
+    if _is_mapped_by_vmap(op):
+        return Reason(Code.UNSUPPORTED_COLLECTIVE, "It is over an axis of a vmap too.")
     if len({len(group) for group in collective.groups or ()}) > 1:
         return Reason(Code.UNSUPPORTED_GROUPS)
     if collective.axis_size == 1:

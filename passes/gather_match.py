@@ -56,12 +56,14 @@ def call_of(flow: Dataflow, op: Op) -> Call:
 
 
 def find_gather_chains(
-    flow: Dataflow, gathers: Mapping[int, Collective], invariance: Invariance
+    flow: Dataflow, gathers: Mapping[int, Collective], invariance: Invariance, replicas: Invariance
 ) -> dict[int, AllGatherDot | Reason]:
     """For each operation of ``gathers``: the chain of its result, or why there is none. One pass.
 
     The operations may be all_gathers, or others whose result can be taken as gathered along
     ``Collective.dim``.
+
+    Of ``replicas`` it is enough that they may be the same on several devices, and are meant to be.
 
     What needs the result of a dot that a gather has reached is no part of its chain. The gather goes no
     further there: each sum of a residual stream ends with its layer, and does not sink through all others.
@@ -80,7 +82,7 @@ def find_gather_chains(
         for sinking in found.values():
             late = bool(needed & sinking.bit)
             if op.name == "dot_general":
-                if not late and _reach_dot(flow, sinking, index, op):
+                if not late and _reach_dot(flow, sinking, index, op, replicas):
                     needed |= sinking.bit
             elif _sink(flow, sinking, index, op, invariance, late=late):
                 for value in op.outputs:
@@ -96,8 +98,12 @@ def find_gather_chains(
     return {index: _chain(flow, sinkings.get(index), invariance) for index in gathers}
 
 
-def _reach_dot(flow: Dataflow, sinking: Sinking, index: int, op: Op) -> bool:
-    """Adds a dot to what a gather reaches, if it can be part of a ring; says whether it did."""
+def _reach_dot(flow: Dataflow, sinking: Sinking, index: int, op: Op, replicas: Invariance) -> bool:
+    """Adds a dot to what a gather reaches, if it can be part of a ring; says whether it did.
+
+    What is the same on several devices has to stay so, to the last bit: they may go by it whether to go on.
+    Each device of a ring adds up in an order of its own.
+    """
     blocked = [sinking.blocked.get(operand) if isinstance(operand, int) else None for operand in op.inputs]
     side = 0 if blocked[0] is not None else 1
     dim = blocked[side]
@@ -111,6 +117,8 @@ def _reach_dot(flow: Dataflow, sinking: Sinking, index: int, op: Op) -> bool:
         sinking.stops.append(Reason(Code.EXPLICIT_SHARDING, f"At dot_general, {op.source}."))
     elif not all(flow.aval(operand).size for operand in op.inputs):
         sinking.stops.append(Reason(Code.EMPTY, f"At dot_general, {op.source}."))
+    elif dims.result_dim is None and replicas.axes_of(op.outputs[0], sinking.collective.axes):
+        sinking.stops.append(Reason(Code.REPLICATED, f"At dot_general, {op.source}."))
     else:
         sinking.dots.append(BlockOp(index, dims))
         return True

@@ -291,7 +291,7 @@ def emit_shard_reduction(
 ) -> dict[int, Any]:
     """Reduces a gathered value over the gathered dim: each device its own shard, then across devices.
 
-    Sums are in float32 at least.
+    Sums are in float32 at least. Of extremes all are gathered: not every backend's all_reduce keeps a NaN.
     """
     collective, op = reduction.collective, flow.ops[reduction.op]
     gather = flow.ops[collective.op]
@@ -304,8 +304,11 @@ def emit_shard_reduction(
     with shims.equation_scope(op.eqn, op.scope):
         shard = lax.convert_element_type(pieces[operand], accumulator_dtype(aval.dtype))
         partial = op.eqn.primitive.bind(shard, **op.params)
-        across: Any = {"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin}[op.name]
-        total = lax.convert_element_type(across(partial, collective.axes), aval.dtype)
+        if op.name == "reduce_sum":
+            total = lax.psum(partial, collective.axes)
+        else:
+            (total,) = op.bind([lax.all_gather(partial, collective.axes)], {**op.params, "axes": (0,)})
+        total = lax.convert_element_type(total, aval.dtype)
         return {value: as_varying(total, shims.varying_axes(aval))}
 
 

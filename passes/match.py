@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from passes import shims
@@ -38,8 +39,10 @@ def match(jaxpr: Any) -> tuple[Match, ...]:
     return match_dataflow(dataflow(jaxpr))
 
 
-def match_dataflow(flow: Dataflow) -> tuple[Match, ...]:
+def match_dataflow(flow: Dataflow, given: Mapping[int, frozenset[str]] | None = None) -> tuple[Match, ...]:
     """As ``match``, of a jaxpr that has been read already.
+
+    Of inputs of the graph ``given`` tells along which axes they are meant to be the same.
 
     The time is linear in its equations where what a collective gives soon meets a dot, as in layers.
     """
@@ -65,7 +68,8 @@ def match_dataflow(flow: Dataflow) -> tuple[Match, ...]:
 
     invariance = Invariance(flow)
     gathered = {c.op: c for c in open_ones if c.kind in ("all_gather", "all_to_all")}
-    for op, chain in find_gather_chains(flow, gathered, invariance).items():
+    replicas = Invariance(flow, given or {})
+    for op, chain in find_gather_chains(flow, gathered, invariance, replicas).items():
         note(op, chain)
     for collective in open_ones:
         if collective.kind == "reduce_scatter":
@@ -73,13 +77,14 @@ def match_dataflow(flow: Dataflow) -> tuple[Match, ...]:
         elif collective.kind == "all_to_all":
             split = dataclasses.replace(collective, dim=flow.ops[collective.op].params["split_axis"])
             note(collective.op, find_scatter_chain(flow, split))
-    for op, outcome in _psum_chains(flow, [c for c in open_ones if c.kind == "psum"], invariance):
+    psums = [c for c in open_ones if c.kind == "psum"]
+    for op, outcome in _psum_chains(flow, psums, invariance, replicas):
         note(op, outcome)
     return tuple(Match(c, tuple(found[c.op]) or reasons[c.op][0]) for c in collectives)
 
 
 def _psum_chains(
-    flow: Dataflow, psums: list[Collective], invariance: Invariance
+    flow: Dataflow, psums: list[Collective], invariance: Invariance, replicas: Invariance
 ) -> list[tuple[int, Chain | Reason]]:
     """The chains of each psum, one per dim that its sum can be scattered along."""
     outcomes: list[tuple[int, Chain | Reason]] = []
@@ -105,7 +110,8 @@ def _psum_chains(
                 rounds.append({})
             rounds[number][psum.op] = chain
     for chosen in rounds:
-        gathers = find_gather_chains(flow, {op: chain.collective for op, chain in chosen.items()}, invariance)
+        collectives = {op: chain.collective for op, chain in chosen.items()}
+        gathers = find_gather_chains(flow, collectives, invariance, replicas)
         for op, chain in chosen.items():
             outcomes.append((op, chain))
             gather = gathers[op]
@@ -118,4 +124,5 @@ def _types_allow(flow: Dataflow, gather: AllGatherDot) -> bool:
     """Whether a ring may hand out what it must: what it assembles has a varying type, a psum has not."""
     source = flow.avals[flow.ops[gather.collective.op].inputs[0]]  # type: ignore[index]
     axes = shims.varying_axes(source) & set(gather.collective.axes)
-    return all(axes <= shims.varying_axes(flow.avals[value]) for value in gather.handed_out)
+    made = [*gather.handed_out, *(value for dot in gather.dots for value in flow.ops[dot.op].outputs)]
+    return all(axes <= shims.varying_axes(flow.avals[value]) for value in made)

@@ -18,6 +18,7 @@ from passes.decide import Decision, Policy, TryOut, Unit, decide, program_order,
 from passes.emit import Ring
 from passes.epilogue import with_epilogues
 from passes.graph import COLLECTIVES, Dataflow, Op, Operand, dataflow
+from passes.invariance import Invariance, settled
 from passes.made_again import MadeAgain, fuses, made_again, read_by_rings
 from passes.match import match_dataflow
 from passes.network import Network
@@ -189,7 +190,7 @@ def make_plan(
       try_out: compiles and times a chain's schedules, for the policies ``verify`` and ``autotune``.
     """
     return _Planner(policy, hardware_of, differentiable, try_out).plan(
-        jaxpr, "", None, replaceable=True, mapped=None
+        jaxpr, "", None, replaceable=True, mapped=None, alike=_Alike()
     )
 
 
@@ -285,6 +286,48 @@ def _mapped(op: Op, around: _Mapped | None) -> _Mapped | None:
     return _Mapped(mesh, axes if around is None else axes | around.axes, op.params["check_vma"])
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Alike:
+    """Which arguments of a jaxpr in a shard_map are the same on several devices.
+
+    Attributes:
+      axes: the axes that are mapped over.
+      arguments: of each argument, the axes along which it is the same; none are known of those that lack.
+      carried: of a loop's body, after how many arguments those come that it carries; None of others.
+    """
+
+    axes: frozenset[str] = frozenset()
+    arguments: tuple[frozenset[str], ...] = ()
+    carried: int | None = None
+
+    def of(self, flow: Dataflow) -> Mapping[int, frozenset[str]]:
+        """The same by value of the jaxpr's graph."""
+        given = {value: axes for value, axes in zip(flow.inputs, self.arguments, strict=False) if axes}
+        return given if self.carried is None or not given else settled(flow, given, self.carried)
+
+
+def _alike(op: Op, param: str, body: Any, invariance: Invariance, around: _Alike) -> _Alike:
+    """Of the arguments of an operation's body the axes along which they are the same."""
+    arguments = len(shims.open_jaxpr(body)[0].invars)
+    if op.name == "shard_map":
+        new = frozenset(op.params["newly_manual_axes"])
+        cut = (
+            {name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))}
+            for spec in op.params["in_specs"]
+        )
+        same = [
+            invariance.axes_of(operand, around.axes) | new.difference(names)
+            for operand, names in zip(op.inputs, cut, strict=True)
+        ]
+        return _Alike(around.axes | new, tuple(same))
+    if not around.axes or param == "cond_jaxpr":
+        return _Alike(around.axes)
+    passed = _passed(op, arguments)
+    carried = shims.loop_constants(op.eqn, param) if op.name in _LOOPS else None
+    same = [invariance.axes_of(operand, around.axes) for operand in passed]
+    return _Alike(around.axes, tuple(same), carried)
+
+
 class _Planner:
     """Plans each jaxpr once, however often it is called."""
 
@@ -295,7 +338,7 @@ class _Planner:
         self.differentiable = differentiable
         self.policy = policy
         self.hardware_of = hardware_of
-        self.plans: dict[tuple[int, frozenset[int] | None, bool, _Mapped | None], Plan] = {}
+        self.plans: dict[tuple[int, frozenset[int] | None, bool, _Mapped | None, _Alike], Plan] = {}
         self.networks: dict[tuple[str | None, _Mapped | None], Network] = {}
         self.concerned: dict[int, bool] = {}
 
@@ -307,6 +350,7 @@ class _Planner:
         *,
         replaceable: bool,
         mapped: _Mapped | None,
+        alike: _Alike,
         lasting: frozenset[int] = frozenset(),
     ) -> Plan:
         """The plan of one jaxpr.
@@ -318,10 +362,11 @@ class _Planner:
             if it is in no loop.
           replaceable: whether it can be replaced in the program.
           mapped: the shard_map around it; None if there is none on a concrete mesh.
+          alike: which arguments are the same on several devices.
           lasting: positions of the arguments that the program around it reads again; of a body that is
             called several times those of the first call, of which there are most.
         """
-        key = (id(shims.open_jaxpr(jaxpr)[0]), steady, replaceable, mapped)
+        key = (id(shims.open_jaxpr(jaxpr)[0]), steady, replaceable, mapped, alike)
         if key in self.plans:
             return self.plans[key]
         flow = dataflow(jaxpr, differentiable=self.differentiable)
@@ -329,6 +374,8 @@ class _Planner:
         opaque: dict[int, tuple[Plan, ...]] = {}
         same = _steady_values(flow, steady)
         again = frozenset(flow.inputs[position] for position in lasting)
+        given = alike.of(flow)
+        invariance = Invariance(flow, given)
         for index, op in enumerate(flow.ops):
             if not any(map(self._concerns, op.bodies)):
                 continue
@@ -338,16 +385,20 @@ class _Planner:
                 if isinstance(value, int)
                 and (value in again or any(user > index for user in reversed(flow.users[value])))
             }
-            inner = self._bodies(op, path, same, mapped, read_again, replaceable=replaceable)
+
+            def within(param: str, body: Any, op: Op = op) -> _Alike:
+                return _alike(op, param, body, invariance, alike)
+
+            inner = self._bodies(op, path, same, mapped, within, read_again, replaceable=replaceable)
             if not inner:
                 continue
             if replaceable and op.name in BODIES and all(map(_retraceable, op.bodies)):
                 bodies[index] = inner
             else:
-                inner = self._bodies(op, path, same, mapped, read_again, replaceable=False)
+                inner = self._bodies(op, path, same, mapped, within, read_again, replaceable=False)
                 opaque[index] = tuple(p for plans in inner.values() for p in plans)
         undecided = Plan(flow, path, (), (), bodies, opaque)
-        self.plans[key] = self._decided(undecided, same, replaceable, mapped, again)
+        self.plans[key] = self._decided(undecided, same, replaceable, mapped, given, again)
         return self.plans[key]
 
     def _bodies(
@@ -356,6 +407,7 @@ class _Planner:
         path: str,
         same: Set[int] | None,
         mapped: _Mapped | None,
+        within: Callable[[str, Any], _Alike],
         again: Set[int],
         *,
         replaceable: bool,
@@ -372,6 +424,7 @@ class _Planner:
                     _steady_arguments(op, param, j, same),
                     replaceable=replaceable and op.name in BODIES,
                     mapped=mapped,
+                    alike=within(param, j),
                     lasting=_arguments(op, param, j, again),
                 )
                 for j in _as_jaxprs(op.params[param])
@@ -398,10 +451,11 @@ class _Planner:
         same: Set[int] | None,
         replaceable: bool,
         mapped: _Mapped | None,
+        given: Mapping[int, frozenset[str]],
         lasting: Set[int],
     ) -> Plan:
         flow = plan.flow
-        matches = match_dataflow(flow)
+        matches = match_dataflow(flow, given)
         if not matches:
             return plan.decided(())
         if not replaceable:

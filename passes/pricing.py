@@ -75,7 +75,9 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis, before: Before = NOTHING_BE
     added_s = 0.0
     for reduction in chain.reductions if isinstance(chain, AllGatherDot) else ():
         reduced = flow.avals[flow.ops[reduction.op].outputs[0]]
-        added_s += axis.all_reduce_s(reduced.size * accumulator_dtype(reduced.dtype).itemsize)
+        across_bytes = reduced.size * accumulator_dtype(reduced.dtype).itemsize
+        sums = flow.ops[reduction.op].name == "reduce_sum"
+        added_s += axis.all_reduce_s(across_bytes) if sums else axis.all_gather_s(axis_size * across_bytes)
 
     def ring(schedule: RingSchedule) -> Estimate:
         if schedule.route == "all_reduce":

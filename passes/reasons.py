@@ -34,6 +34,7 @@ class Code(StrEnum):
     UNUSED = "unused"
     EXPLICIT_SHARDING = "explicit_sharding"
     OPAQUE_CALL = "opaque_call"
+    REPLICATED = "replicated"
 
 
 _SENTENCES = {
@@ -66,6 +67,9 @@ _SENTENCES = {
     Code.EMPTY: "An array of the chain has no elements.",
     Code.UNUSED: "Nothing uses its result; compilers drop it.",
     Code.EXPLICIT_SHARDING: "A value of the chain is also sharded over an axis of type Explicit.",
+    Code.REPLICATED: (
+        "The dot's result is the same on several devices, and a ring adds it up in another order on each."
+    ),
     Code.OPAQUE_CALL: "The collective is inside a call whose body cannot be replaced.",
 }
 

@@ -189,11 +189,20 @@ def _emit(flow: Dataflow, unit: Unit, read: Read, places: PlacesOf) -> dict[int,
     else:
         collective = unit.chain.collective
         results = emit_ring(flow, unit, read, places.rings(collective, unit.schedule.orders))
+    results = {value: _of_weak_type(result, flow.avals[value]) for value, result in results.items()}
     for value, result in results.items():
         if jax.typeof(result) != flow.avals[value]:
             where = flow.ops[collective.op].source
             raise RewriteError(f"at {where}: a ring made {jax.typeof(result)}, not {flow.avals[value]}")
     return results
+
+
+def _of_weak_type(result: Any, aval: Any) -> Any:
+    """The result, of a weak type where the original was: ``jnp.where(mask, 1.0, 0.0)`` and dots of it are."""
+    if jax.typeof(result).weak_type == aval.weak_type:
+        return result
+    params = {"new_dtype": aval.dtype, "weak_type": aval.weak_type, "sharding": None}
+    return lax.convert_element_type_p.bind(result, **params)
 
 
 def _emit_nothing(flow: Dataflow, collective: Collective, read: Read) -> dict[int, Any]:

@@ -327,6 +327,76 @@ def test_a_sum_that_is_scattered_again_differs_per_device() -> None:
         spmd.assert_as_good(outcome, reference)
 
 
+@pytest.mark.parametrize("extreme", ["max", "min"])
+def test_an_extreme_over_the_gathered_dim_keeps_a_nan(extreme: str) -> None:
+    """An all_reduce of XLA:CPU does not."""
+
+    def body(x: Any, w: Any) -> Any:
+        whole = gather(x)
+        return whole @ w, getattr(whole, extreme)(0)
+
+    x = X.copy()
+    x[1, 2, 3] = np.nan
+    outcome = spmd.run_both(body, (x, W))
+    assert [site.kind for site in outcome.report.rewritten] == ["all_gather_dot"]
+    wanted = getattr(np.concatenate(list(x)), extreme)(0)
+    assert np.isnan(wanted).sum() == 1
+    np.testing.assert_array_equal(outcome.rewritten[1], [wanted] * 4)
+
+
+def test_values_of_a_weak_type_stay_so() -> None:
+    def body(x: Any, w: Any) -> Any:
+        mask = (gather(x) > 0) * 1.0
+        return (mask @ jnp.where(w > 0, 1.0, -1.0)), mask
+
+    outcome = spmd.run_both(body, (X, W))
+    assert [site.rewritten for site in outcome.report.sites] == [True]
+    mask = np.concatenate(list(X)) > 0
+    np.testing.assert_array_equal(outcome.rewritten[1], [mask] * 4)
+    np.testing.assert_array_equal(outcome.rewritten[0], [mask @ np.where(w > 0, 1.0, -1.0) for w in W])
+
+
+def test_a_sum_over_an_axis_of_a_vmap_too_is_kept() -> None:
+    def body(x: Any, w: Any) -> Any:
+        return jax.vmap(lambda row: lax.psum(row @ w, ("rows", "x")), axis_name="rows")(x)
+
+    outcome = spmd.run_both(body, (X, W), check_vma=False)
+    assert [site.reason for site in outcome.report.sites] == ["unsupported_collective"]
+    total = sum(x.sum(0) @ w for x, w in zip(wide(X), wide(W), strict=True))
+    spmd.assert_as_good(outcome, [np.broadcast_to(total, (3, 6))] * 4)
+
+
+@pytest.mark.parametrize("hardware", ["tpu_v5p", "h100"])
+def test_a_sum_that_comes_to_vary_over_a_second_axis_too(hardware: str) -> None:
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    x, w, v = (RNG.normal(size=shape).astype(np.float32) for shape in ((8, 16), (16, 8), (32, 8)))
+    specs = (PartitionSpec(None, "x"), PartitionSpec("x"), PartitionSpec(("x", "y")))
+    function = jax.jit(
+        jax.shard_map(lambda x, w, v: lax.psum(x @ w, "x") @ v, mesh=mesh, in_specs=specs, out_specs=specs[2])
+    )
+    ring = overlap.overlap_collectives(function, policy="always", hardware=hardware, strict=True)
+    assert [site.kind for site in ring.explain(x, w, v).rewritten] == ["dot_psum"]
+    blocks = np.split(wide(v), 4)
+    wanted = np.concatenate([wide(x) @ wide(w) @ block for block in blocks])
+    np.testing.assert_allclose(ring(x, w, v), wanted, rtol=0, atol=1e-4)
+
+
+def test_a_psum_whose_dot_every_device_computes_alike_is_gathered_before_it() -> None:
+    x, w, v = (RNG.normal(size=shape).astype(np.float32) for shape in ((7, 32), (32, 8), (8, 8)))
+    specs = (PartitionSpec(None, "x"), PartitionSpec("x"), PartitionSpec())
+    function = jax.jit(
+        jax.shard_map(
+            lambda x, w, v: lax.psum(x @ w, "x") @ v,
+            mesh=spmd.mesh_of(4),
+            in_specs=specs,
+            out_specs=PartitionSpec(),
+        )
+    )
+    ring = overlap.overlap_collectives(function, policy="always", hardware="tpu_v5p", strict=True)
+    assert [site.kind for site in ring.explain(x, w, v).rewritten] == ["dot_psum"]
+    np.testing.assert_allclose(ring(x, w, v), wide(x) @ wide(w) @ wide(v), rtol=0, atol=1e-4)
+
+
 # Scatters.
 
 
