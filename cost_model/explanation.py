@@ -15,22 +15,35 @@ from typing import Any, Final, Literal
 
 from cost_model.axis import Axis
 from cost_model.dtypes import dtype_bytes
+from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
 from cost_model.offloaded import sums_whole
+from cost_model.on_chip import SIDES, Side, Whole
 from cost_model.pipeline import gather_after, last_gather_s
-from cost_model.plain_chain import Form, PlainChain, forms, pays, piece_in_turn, price, works
-from cost_model.ring import Estimate
+from cost_model.plain_chain import (
+    Form,
+    PlainChain,
+    forms,
+    gathered_bytes,
+    pays,
+    piece_in_turn,
+    price,
+    works,
+)
+from cost_model.ring import Estimate, dots_as_written
 
 Bound = Literal["compute", "memory", "bandwidth", "latency", "nothing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DotTerm:
-    """One dot on one device.
+    """One dot on one device, as written.
 
     Attributes:
       matmul: its sizes.
-      seconds: its time.
+      seconds: its time, with what it waits for.
+      on_chip: the operands that it finds on chip.
+      waited_s: the part in which it waits for them.
       overhead_s: the part that every matmul costs, however small.
       efficiency: its FLOP/s as a fraction of the peak.
       bound: "compute", or "memory" where it waits for operands from HBM: see `WAITING`.
@@ -38,9 +51,22 @@ class DotTerm:
 
     matmul: Matmul
     seconds: float
+    on_chip: tuple[Side, ...]
+    waited_s: float
     overhead_s: float
     efficiency: float
     bound: Bound
+
+    def line(self) -> str:
+        """The term in words."""
+        of = self.matmul
+        batch = f"{of.batch}×" if of.batch > 1 else ""
+        waited = f" after {_us(self.waited_s).strip()} of waiting" if self.waited_s else ""
+        return (
+            f"  {_us(self.seconds)}  dot {batch}[{of.m},{of.k}]·[{of.k},{of.n}] {of.dtype}, "
+            f"{_ON_CHIP[self.on_chip]} on chip{waited}: {self.efficiency:.0%} of the peak, bound by "
+            f"{self.bound}; {_us(self.overhead_s).strip()} of it is what any matmul costs"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +74,7 @@ class CollectiveTerm:
     """The collective as written.
 
     Attributes:
-      full_bytes: V, of the whole array.
+      full_bytes: V, of the whole array as it moves: of one that a compiler may round to bfloat16, the half.
       seconds: its time.
       latency_s: what it takes however few the bytes.
       bound: "bandwidth", or "latency" where fewer bytes would not help.
@@ -152,18 +178,12 @@ class Explanation:
         where = str(self.axis.topology) if self.axis.topology else _network(self.axis)
         lines = [f"{self.chain.pattern} over {self.axis.size} devices of {hardware.name} ({where})", ""]
         lines.append("As written, one after the other:")
-        for dot in self.dots:
-            of = dot.matmul
-            batch = f"{of.batch}×" if of.batch > 1 else ""
-            lines.append(
-                f"  {_us(dot.seconds)}  dot {batch}[{of.m},{of.k}]·[{of.k},{of.n}] {of.dtype}: "
-                f"{dot.efficiency:.0%} of the peak, bound by {dot.bound}; {_us(dot.overhead_s).strip()} "
-                "of it is what any matmul costs"
-            )
+        lines += [dot.line() for dot in self.dots]
         moved = self.collective
+        rounded = " rounded to bfloat16," if moved.full_bytes < self.chain.moved_bytes else ""
         lines.append(
-            f"  {_us(moved.seconds)}  {_COLLECTIVE[self.chain.pattern]} of {_mib(moved.full_bytes)}, bound "
-            f"by {moved.bound}; {_us(moved.latency_s).strip()} however few the bytes"
+            f"  {_us(moved.seconds)}  {_COLLECTIVE[self.chain.pattern]} of {_mib(moved.full_bytes)},"
+            f"{rounded} bound by {moved.bound}; {_us(moved.latency_s).strip()} however few the bytes"
         )
         lines += [f"  {_us(self.best.estimate.original_s)}  together", ""]
         for number, candidate in enumerate(self.candidates):
@@ -223,17 +243,25 @@ def explain(chain: PlainChain, axis: Axis, among: Sequence[Form] | None = None) 
     candidates = [_candidate(chain, form, axis) for form in among or forms(chain, axis)]
     # A stable sort: of equals the simplest stays first, as the pass has it.
     candidates.sort(key=lambda candidate: candidate.estimate.rank, reverse=True)
+    collective = _collective(chain, axis)
     return Explanation(
         chain=chain,
         axis=axis,
-        dots=tuple(_dot(dot.matmul, axis) for dot in chain.dots),
-        collective=_collective(chain, axis),
+        dots=_dots(chain, axis, collective.seconds),
+        collective=collective,
         candidates=tuple(candidates),
     )
 
 
 WAITING: Final = 0.9
 """A dot is bound by memory if it took less than this part of its time with its operands on chip."""
+
+_ON_CHIP: Final[dict[tuple[Side, ...], str]] = {
+    (): "nothing",
+    ("lhs",): "left operand",
+    ("rhs",): "right operand",
+    SIDES: "both operands",
+}
 
 _COLLECTIVE: Final = {
     "all_gather_dot": "all_gather",
@@ -258,21 +286,31 @@ def _mib(size: float) -> str:
     return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"
 
 
-def _dot(matmul: Matmul, axis: Axis) -> DotTerm:
-    hardware = axis.hardware
-    seconds = matmul_s(matmul, hardware)
+def _dots(chain: PlainChain, axis: Axis, collective_s: float) -> tuple[DotTerm, ...]:
+    """The dots as the estimates have them, beside a collective that takes so long."""
+    if work := works(chain, Form(), axis):
+        pairs = zip(work[0].matmuls, dots_as_written(work[0], axis, collective_s), strict=True)
+    else:
+        matmuls = [dot.matmul for dot in chain.dots]
+        pairs = zip(matmuls, [Whole(seconds=matmul_s(of, axis.hardware)) for of in matmuls], strict=True)
+    return tuple(_dot(matmul, whole, axis.hardware) for matmul, whole in pairs)
+
+
+def _dot(matmul: Matmul, whole: Whole, hardware: Hardware) -> DotTerm:
     on_chip_s = matmul_s(matmul, hardware, lhs_on_chip=True, rhs_on_chip=True, result_on_chip=True)
     return DotTerm(
         matmul=matmul,
-        seconds=seconds,
+        seconds=whole.seconds,
+        on_chip=whole.on_chip,
+        waited_s=whole.waited_s,
         overhead_s=matmul_s(Matmul(m=1, k=1, n=1, dtype=matmul.dtype), hardware),
-        efficiency=matmul.flops / hardware.flops_for(matmul.dtype) / seconds,
-        bound="memory" if on_chip_s < WAITING * seconds else "compute",
+        efficiency=matmul.flops / hardware.flops_for(matmul.dtype) / whole.seconds,
+        bound="memory" if on_chip_s < WAITING * whole.seconds else "compute",
     )
 
 
 def _collective(chain: PlainChain, axis: Axis) -> CollectiveTerm:
-    full_bytes = chain.wire_bytes(axis)
+    full_bytes = gathered_bytes(chain, axis)
     seconds, latency_s = _collective_s(chain, axis, full_bytes), _collective_s(chain, axis, 0)
     return CollectiveTerm(
         full_bytes=full_bytes,

@@ -1,8 +1,9 @@
-"""What of a dot's operands is on chip before it starts, and the time of dots as they are written."""
+"""What of a dot's operands is on chip before it starts, and dots as they are written."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from cost_model.hardware import Hardware
@@ -32,10 +33,25 @@ def beside_bytes(held_bytes: float, hardware: Hardware) -> float:
     return LITTLE * (hardware.on_chip_bytes - held_bytes) if hardware.network == "torus" else 0.0
 
 
-def wholes_s(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """A dot as it is written.
+
+    Attributes:
+      seconds: its time, with what it waits for.
+      waited_s: until its operands are on chip.
+      on_chip: the operands that it finds there.
+    """
+
+    seconds: float
+    waited_s: float = 0.0
+    on_chip: tuple[Side, ...] = ()
+
+
+def wholes(
     matmuls: tuple[Matmul, ...], hardware: Hardware, before_s: float, sent: Side | None = None
-) -> float:
-    """Seconds of the whole dots.
+) -> tuple[Whole, ...]:
+    """The whole dots.
 
     The smaller operand of each is fetched beforehand, beside other work, if it fits. So may the larger be,
     beside it or in its place, for which the dot then waits if that takes longer than what runs before it.
@@ -48,28 +64,36 @@ def wholes_s(
       before_s: what runs before them.
       sent: the operand of the first dot that a collective before it has made.
     """
-    total_s = 0.0
+    found: list[Whole] = []
     for matmul in matmuls:
         if hardware.network == "torus" and not before_s:
-            total_s += _first_s(matmul, hardware)
-            before_s = total_s
+            found.append(_first(matmul, hardware))
+            before_s = sum((dot.seconds for dot in found), 0.0)
         else:
             far = None if hardware.receives_on_chip else sent
-            dot_s, before_s = _later_s(matmul, hardware, before_s, far)
-            total_s += dot_s
+            dot, before_s = _later(matmul, hardware, before_s, far)
+            found.append(dot)
         sent = None
-    return total_s
+    return tuple(found)
 
 
-def _first_s(matmul: Matmul, hardware: Hardware) -> float:
-    """Seconds of a TPU's dot that nothing runs before, and of what it waits for."""
+def wholes_s(
+    matmuls: tuple[Matmul, ...], hardware: Hardware, before_s: float, sent: Side | None = None
+) -> float:
+    """Seconds of the whole dots: see `wholes`."""
+    return sum((dot.seconds for dot in wholes(matmuls, hardware, before_s, sent)), 0.0)
+
+
+def _first(matmul: Matmul, hardware: Hardware) -> Whole:
+    """A TPU's dot that nothing runs before, and what it waits for."""
     fitting: list[Side] = [side for side in SIDES if side_bytes(matmul, side) <= hardware.on_chip_bytes]
     held = max(fitting, key=lambda side: side_bytes(matmul, side), default=None)
-    return _with_s(matmul, hardware, held) + side_bytes(matmul, held) / hardware.hbm_bytes_per_s
+    near = _beside(matmul, hardware, held)
+    return _whole(matmul, hardware, near, side_bytes(matmul, held) / hardware.hbm_bytes_per_s)
 
 
-def _later_s(matmul: Matmul, hardware: Hardware, before_s: float, far: Side | None) -> tuple[float, float]:
-    """Seconds of a dot that something runs before, and how much of that is left to fetch more beside it.
+def _later(matmul: Matmul, hardware: Hardware, before_s: float, far: Side | None) -> tuple[Whole, float]:
+    """A dot that something runs before, and how much of that is left to fetch more beside it.
 
     Args:
       matmul: the dot.
@@ -79,21 +103,29 @@ def _later_s(matmul: Matmul, hardware: Hardware, before_s: float, far: Side | No
     """
     sizes = [math.inf if side == far else side_bytes(matmul, side) for side in SIDES]
     smaller = SIDES[0] if sizes[0] < sizes[1] else SIDES[1]
-    dot_s = _with_s(matmul, hardware, smaller if min(sizes) <= hardware.on_chip_bytes else None, far)
+    held = smaller if min(sizes) <= hardware.on_chip_bytes else None
+    dot = _whole(matmul, hardware, _beside(matmul, hardware, held, far))
     if hardware.network == "torus" and max(sizes) <= hardware.on_chip_bytes:
         fetch_s = max(sizes) / hardware.hbm_bytes_per_s
-        if sum(sizes) <= hardware.on_chip_bytes:
-            fetched_s = matmul_s(matmul, hardware, lhs_on_chip=True, rhs_on_chip=True)
-        else:
-            fetched_s = _with_s(matmul, hardware, OTHER[smaller])
-        fetched_s += max(0.0, fetch_s - before_s)
-        if fetched_s < dot_s:
-            return fetched_s, max(0.0, before_s - fetch_s)
-    return dot_s, before_s
+        both = sum(sizes) <= hardware.on_chip_bytes
+        near = SIDES if both else _beside(matmul, hardware, OTHER[smaller])
+        fetched = _whole(matmul, hardware, near, max(0.0, fetch_s - before_s))
+        if fetched.seconds < dot.seconds:
+            return fetched, max(0.0, before_s - fetch_s)
+    return dot, before_s
 
 
-def _with_s(matmul: Matmul, hardware: Hardware, held: Side | None, far: Side | None = None) -> float:
-    """Seconds of a dot that finds one operand on chip, and the other if that takes little room beside it."""
+def _beside(
+    matmul: Matmul, hardware: Hardware, held: Side | None, far: Side | None = None
+) -> tuple[Side, ...]:
+    """The operand that is held on chip, and the other if that takes little room beside it."""
     little_bytes = beside_bytes(side_bytes(matmul, held), hardware)
-    lhs, rhs = (side == held or (side != far and side_bytes(matmul, side) <= little_bytes) for side in SIDES)
-    return matmul_s(matmul, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs)
+    return tuple(
+        side for side in SIDES if side == held or (side != far and side_bytes(matmul, side) <= little_bytes)
+    )
+
+
+def _whole(matmul: Matmul, hardware: Hardware, near: tuple[Side, ...], waited_s: float = 0.0) -> Whole:
+    """A dot that finds those operands on chip once it has waited so long."""
+    dot_s = matmul_s(matmul, hardware, lhs_on_chip="lhs" in near, rhs_on_chip="rhs" in near)
+    return Whole(seconds=dot_s + waited_s, waited_s=waited_s, on_chip=near)

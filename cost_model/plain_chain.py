@@ -352,7 +352,7 @@ def _offloaded_price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
         collective=form.route,
         pieces=form.chains,
         across=form.across,
-        moved_bytes=_gathered_bytes(chain, axis) if chain.gathers else chain.moved_bytes,
+        moved_bytes=gathered_bytes(chain, axis) if chain.gathers else chain.moved_bytes,
         matmuls=tuple(dot.matmul for dot in dots),
         piece=piece_in_turn(chain, form, dots),
     )
@@ -487,7 +487,7 @@ def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
     return RingWork(
         collective="all_gather",
         shard_bytes=shard_bytes,
-        collective_shard_bytes=_gathered_bytes(chain, axis) / axis.size,
+        collective_shard_bytes=gathered_bytes(chain, axis) / axis.size,
         matmuls=tuple(dot.matmul for dot in dots),
         piece=tuple(dot.piece((1 + form.halfway) * share, second) for dot in dots),
         directions=form.directions,
@@ -504,7 +504,7 @@ def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
     )
 
 
-def _gathered_bytes(chain: PlainChain, axis: Axis) -> float:
+def gathered_bytes(chain: PlainChain, axis: Axis) -> float:
     """Bytes of the array as an all_gather moves it: where the compiler may round it, the half."""
     sent_bytes = chain.wire_bytes(axis)
     return sent_bytes / 2 if chain.may_round(axis) and sent_bytes == chain.moved_bytes else sent_bytes

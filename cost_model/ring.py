@@ -17,7 +17,7 @@ from cost_model.axis import Axis
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
-from cost_model.on_chip import side_bytes, wholes_s
+from cost_model.on_chip import Whole, side_bytes, wholes
 from cost_model.ring_copies import adding_s, copies_s, cutting_s, entering_s
 from cost_model.ring_on_chip import OnChip, on_chip, sum_near, sums_stay
 from cost_model.ring_work import RingWork, cut_side, few_rows_between_tiles, sent_side
@@ -222,23 +222,33 @@ def _waited_s(work: RingWork, placed: OnChip, hardware: Hardware, *, fetched: bo
 
 def _as_written_s(work: RingWork, axis: Axis) -> tuple[float, float]:
     """Seconds of the original dots, and of the original collective."""
-    gathered = work.collective == "all_gather"
     if work.sums_whole:
         whole_s = axis.all_reduce_s
     else:
-        whole_s = axis.all_gather_s if gathered else axis.reduce_scatter_s
+        whole_s = axis.all_gather_s if work.collective == "all_gather" else axis.reduce_scatter_s
     collective_s = whole_s(axis.size * work.collective_shard_bytes)
-    sent = sent_side(work, axis.size, *work.pairs[0]) if gathered and work.pairs else None
-    dots_s = wholes_s(work.matmuls, axis.hardware, collective_s if gathered else 0.0, sent)
-    return dots_s + (0.0 if gathered else _summing_s(work.matmuls, axis.hardware)), collective_s
+    return sum((dot.seconds for dot in dots_as_written(work, axis, collective_s)), 0.0), collective_s
 
 
-def _summing_s(matmuls: tuple[Matmul, ...], hardware: Hardware) -> float:
-    """What it takes all dots of a sum but the first to read the sum of those before, as written."""
-    return sum(
-        matmul_s(matmul, hardware, accumulator=matmul.result_dtype) - matmul_s(matmul, hardware)
-        for matmul in matmuls[1:]
+def dots_as_written(work: RingWork, axis: Axis, collective_s: float) -> tuple[Whole, ...]:
+    """The original dots, after a gather, or before a scatter, that takes so long.
+
+    All dots of a scatter's sum but the first read the sum of those before.
+    """
+    hardware = axis.hardware
+    if work.collective == "all_gather":
+        sent = sent_side(work, axis.size, *work.pairs[0]) if work.pairs else None
+        return wholes(work.matmuls, hardware, collective_s, sent)
+    dots = wholes(work.matmuls, hardware, 0.0)
+    summing_s = (0.0, *(_summing_s(matmul, hardware) for matmul in work.matmuls[1:]))
+    return tuple(
+        dataclasses.replace(dot, seconds=dot.seconds + s) for dot, s in zip(dots, summing_s, strict=True)
     )
+
+
+def _summing_s(matmul: Matmul, hardware: Hardware) -> float:
+    """What it takes a dot to read the sum of those before, as written."""
+    return matmul_s(matmul, hardware, accumulator=matmul.result_dtype) - matmul_s(matmul, hardware)
 
 
 def _added_bytes(work: RingWork, axis: Axis) -> float:

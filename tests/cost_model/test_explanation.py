@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from typing import Any
 
 import pytest
 
-from cost_model import Topology, by_name
+from cost_model import Topology, by_name, names
 from cost_model.axis import Axis
 from cost_model.break_even import break_evens
 from cost_model.explanation import explain
@@ -23,6 +24,7 @@ V5P = dataclasses.replace(
 )
 """Hardware without a table of its own: its matmuls are a roofline."""
 RING = Axis(V5P, 16)
+ON_V5P = Axis(by_name("tpu_v5p"), 16)
 
 
 def gather(m: int = 8192, k: int = 8192, n: int = 2048) -> PlainChain:
@@ -49,10 +51,54 @@ class TestTerms:
         assert best == found.candidates[0].estimate
         assert found.pays == (best.benefit_s >= least_gain * best.original_s)
 
+    @pytest.mark.parametrize("hardware", names())
+    @pytest.mark.parametrize("pattern", PATTERNS)
+    def test_dots_and_collective_are_what_every_form_is_compared_with(
+        self, pattern: Any, hardware: str
+    ) -> None:
+        axes = [Axis(by_name(hardware), 16)]
+        if by_name(hardware).network == "torus":
+            axes.append(Axis.of(Topology.torus((4, 4), by_name(hardware)), (tuple(range(16)),)))
+        sizes = (8192, 8192, 2048), (1024, 640, 640), (16384, 256, 16384)
+        for axis, size, dtype in itertools.product(axes, sizes, ("bfloat16", "float32", "int8")):
+            found = explain(chain_of(pattern, *size, dtype=dtype), axis)
+            terms_s = sum(dot.seconds for dot in found.dots) + found.collective.seconds
+            for candidate in found.candidates:
+                assert candidate.estimate.original_s == pytest.approx(terms_s, rel=1e-9)
+
+    def test_of_several_dots_too(self) -> None:
+        """Those of a sum read the sum before, and of two gathered matrices one is on chip for each."""
+        for pattern, axis in itertools.product(("all_gather_dot", "dot_reduce_scatter"), (RING, ON_V5P)):
+            dot = PlainDot(Matmul(m=4096, k=2048, n=1024), "m")
+            chain = PlainChain(pattern=pattern, dots=(dot, dot), elements=4096 * 2048)  # type: ignore[arg-type]
+            found = explain(chain, axis)
+            assert sum(term.seconds for term in found.dots) == pytest.approx(found.best.estimate.dot_s)
+
+    def test_a_dot_is_told_with_what_it_finds_on_chip(self) -> None:
+        gathered, scattered = (
+            explain(chain_of(pattern, 8192, 8192, 2048), ON_V5P)
+            for pattern in ("all_gather_dot", "dot_reduce_scatter")
+        )
+        near = matmul_s(Matmul(m=8192, k=8192, n=2048), by_name("tpu_v5p"), rhs_on_chip=True)
+        assert gathered.dots[0].on_chip == ("rhs",) and gathered.dots[0].seconds == near
+        assert "bfloat16, right operand on chip: " in str(gathered)
+        # Nothing runs before it: it waits for 32 MiB.
+        assert scattered.dots[0].waited_s == pytest.approx(2**25 / by_name("tpu_v5p").hbm_bytes_per_s)
+        assert scattered.dots[0].seconds == pytest.approx(near + scattered.dots[0].waited_s)
+        assert "right operand on chip after 12.1 µs of waiting: " in str(scattered)
+        for found in (gathered, scattered):
+            of_peak = 2 * 8192 * 8192 * 2048 / by_name("tpu_v5p").flops_for("bfloat16")
+            assert found.dots[0].efficiency == pytest.approx(of_peak / found.dots[0].seconds)
+
+    def test_what_may_be_rounded_says_that_it_is(self) -> None:
+        found = explain(chain_of("all_gather_dot", 1024, 640, 640, dtype="float32"), RING)
+        assert found.collective.full_bytes == 1024 * 640 * 2
+        assert "all_gather of 1.2 MiB, rounded to bfloat16, " in str(found)
+
     def test_a_gather_of_128_mib_by_hand(self) -> None:
         found = explain(gather(), RING, [Form(directions=2)])
         (dot,) = found.dots
-        assert dot.seconds == matmul_s(Matmul(m=8192, k=8192, n=2048), V5P)
+        assert dot.seconds == matmul_s(Matmul(m=8192, k=8192, n=2048), V5P, rhs_on_chip=True)
         assert dot.bound == "compute"
         # V/W through both directions of a v5p ring.
         assert found.collective.full_bytes == 8192 * 8192 * 2
@@ -131,7 +177,7 @@ class TestTerms:
         text = str(explain(gather(), RING))
         for words in (
             "all_gather of 128.0 MiB, bound by bandwidth",
-            "[8192,8192]·[8192,2048] bfloat16: 96% of the peak, bound by compute",
+            "[8192,8192]·[8192,2048] bfloat16, right operand on chip: 96% of the peak, bound by compute",
             "prologue",
             "steady state: 15 ×",
             "epilogue",
