@@ -13,10 +13,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 from cost_model.chips import by_name, from_device_kind
+from cost_model.dtypes import parse_dtype
 from cost_model.hardware import Hardware
+from cost_model.typed import loads, typed
 
 KIND: Final = "overlap-collectives calibration"
 SCHEMA: Final = 1
@@ -38,6 +40,9 @@ class AxisMeasured:
       bytes_per_s: one way.
       opposite_hops_overlap: whether hops in both directions took less than one and a half times one.
       overlaps: whether a hop beside a matmul was hidden by half at least.
+
+    Raises:
+      ValueError: a value is of another type.
     """
 
     size: int
@@ -46,6 +51,10 @@ class AxisMeasured:
     bytes_per_s: float
     opposite_hops_overlap: bool
     overlaps: bool
+
+    def __post_init__(self) -> None:
+        for field, of in get_type_hints(type(self)).items():
+            typed(getattr(self, field), of, f"{field} of an axis")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,18 +93,24 @@ class Calibration:
     axes: tuple[AxisMeasured, ...] = ()
 
     def __post_init__(self) -> None:
-        for what, value in (*self.spread, *self.error):
-            if not (_is_number(value) and value >= 0):
-                raise ValueError(f"spread and error of {what} must be finite and not negative, got {value!r}")
+        for field, of in get_type_hints(type(self)).items():
+            if field not in ("hardware", "axes", "spread", "error"):
+                typed(getattr(self, field), of, field)
+        for field in ("spread", "error"):
+            for what, value in getattr(self, field):
+                if not 0 <= typed(value, float, f"{field} of {what}") < math.inf:
+                    raise ValueError(f"{field} of {what} must be finite and not negative, got {value!r}")
         for field in ("devices", "processes"):
-            if not (isinstance(getattr(self, field), int) and getattr(self, field) >= 1):
+            if getattr(self, field) < 1:
                 raise ValueError(f"{field} must be at least 1, got {getattr(self, field)!r}")
         for axis in self.axes:
             for what in ("size", "latency_s", "bytes_per_s"):
-                if not (_is_number(getattr(axis, what)) and getattr(axis, what) > 0):
+                if not 0 < getattr(axis, what) < math.inf:
                     raise ValueError(
                         f"{what} of an axis must be positive and finite, got {getattr(axis, what)!r}"
                     )
+        for dtype in self.dtypes:
+            parse_dtype(dtype)
         if not self.device_kind:
             raise ValueError("device_kind must name the devices that were measured")
 
@@ -119,7 +134,7 @@ class Calibration:
             the message says which.
         """
         try:
-            fields: Any = json.loads(text)
+            fields: Any = loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(f"it is no JSON ({error})") from error
         if not isinstance(fields, dict) or fields.pop("kind", None) != KIND:
@@ -133,10 +148,13 @@ class Calibration:
                 f"its fields are not those of a calibration: missing {missing}, unknown {unknown}"
             )
         try:
-            hardware = Hardware.from_json(json.dumps(fields.pop("hardware")))
+            hardware = Hardware.from_fields(fields.pop("hardware"))
             axes = tuple(AxisMeasured(**axis) for axis in fields.pop("axes"))
             fields |= {name: tuple(fields[name].items()) for name in ("spread", "error")}
-            fields |= {name: tuple(fields[name]) for name in ("dtypes", "measured", "kept")}
+            types = get_type_hints(cls)
+            fields |= {
+                name: typed(fields[name], types[name], name) for name in ("dtypes", "measured", "kept")
+            }
             return cls(hardware=hardware, axes=axes, **fields)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"a field has a value of the wrong type ({error})") from error
@@ -267,7 +285,3 @@ def _alike(one: str, other: str) -> bool:
     """Whether two device kinds are one chip: JAX has had several names for some."""
     known = from_device_kind(one), from_device_kind(other)
     return one == other or (known[0] is not None and known[0] == known[1])
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

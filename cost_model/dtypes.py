@@ -2,18 +2,24 @@
 
 import functools
 import re
-from typing import Literal
+from typing import Final, Literal
 
 Kind = Literal["float", "int", "complex", "bool"]
 
-_NAME = re.compile(r"(?P<kind>b?float|u?int|complex)(?P<bits>\d+)(_\w+)?")
-_KINDS: dict[str, Kind] = {
-    "float": "float",
-    "bfloat": "float",
-    "int": "int",
-    "uint": "int",
-    "complex": "complex",
+_NAME: Final = re.compile(r"(?P<kind>b?float|u?int|complex)(?P<bits>\d+)(?P<format>_\w+)?")
+_KINDS: Final[dict[str, tuple[Kind, tuple[int, ...]]]] = {
+    "float": ("float", (4, 6, 8, 16, 32, 64)),
+    "bfloat": ("float", (16,)),
+    "int": ("int", (1, 2, 4, 8, 16, 32, 64)),
+    "uint": ("int", (1, 2, 4, 8, 16, 32, 64)),
+    "complex": ("complex", (64, 128)),
 }
+"""Kind and widths in bits, by what a name begins with."""
+
+KNOWN: Final = ", ".join(
+    ("bool", *(f"{name}{'/'.join(map(str, widths))}" for name, (_, widths) in _KINDS.items()))
+)
+"""The names there are, in words."""
 
 
 @functools.cache
@@ -26,8 +32,11 @@ def parse_dtype(dtype: str) -> tuple[Kind, int]:
     if dtype == "bool":
         return "bool", 8
     if match := _NAME.fullmatch(dtype):
-        return _KINDS[match["kind"]], int(match["bits"])
-    raise ValueError(f"unknown dtype {dtype!r}: expected a name such as 'bfloat16' or 'int8'")
+        (kind, widths), bits = _KINDS[match["kind"]], int(match["bits"])
+        # Floats of a byte or less come in several formats, such as float8_e4m3fn.
+        if bits in widths and (match["format"] is None or (match["kind"] == "float" and bits <= 8)):
+            return kind, bits
+    raise ValueError(f"unknown dtype {dtype!r}; known: {KNOWN} (and formats such as float8_e4m3fn)")
 
 
 def dtype_bytes(dtype: str) -> float:

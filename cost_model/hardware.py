@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
 from cost_model.dtypes import parse_dtype
+from cost_model.typed import loads, typed
 
 SCHEMA = 1
 """Version of the JSON form of `Hardware`."""
@@ -247,19 +248,20 @@ class Hardware:
 
         Raises:
           ValueError: `text` is no JSON object, has another schema, a missing or unknown field, or a value
-            that `Hardware` refuses.
+            that is of another type or that `Hardware` refuses.
         """
-        fields: Any = json.loads(text)
-        if not isinstance(fields, dict) or fields.pop("schema", None) != SCHEMA:
+        return cls.from_fields(loads(text))
+
+    @classmethod
+    def from_fields(cls, given: Any) -> "Hardware":
+        """As `from_json`, of what stands in the JSON."""
+        if not isinstance(given, dict) or given.get("schema") != SCHEMA:
             raise ValueError(f'a hardware description is a JSON object with "schema": {SCHEMA}')
-        known = {field.name for field in dataclasses.fields(cls)}
+        fields = {name: value for name, value in given.items() if name != "schema"}
+        known = {field.name: field.type for field in dataclasses.fields(cls)}
         if unknown := sorted(fields.keys() - known):
             raise ValueError(f"unknown hardware fields {unknown}; the fields are {sorted(known)}")
         try:
-            fields["device_kinds"] = tuple(fields.get("device_kinds", ()))
-            fields["peak_flops"] = tuple((dtype, flops) for dtype, flops in fields["peak_flops"])
-            fields["matmul_tile"] = tuple(fields["matmul_tile"])
-            fields["offloaded"] = tuple(fields.get("offloaded", ()))
-            return cls(**fields)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"incomplete or ill-typed hardware description: {error}") from error
+            return cls(**{name: typed(value, known[name], name) for name, value in fields.items()})
+        except TypeError as error:
+            raise ValueError(f"incomplete hardware description: {error}") from error

@@ -223,6 +223,18 @@ class TestFiles:
             (changed(("devices",), 0), "devices"),
             (changed(("processes",), 0), "processes"),
             (changed(("device_kind",), ""), "device_kind"),
+            (changed(("device_kind",), 5), "device_kind must be a string"),
+            (changed(("platform",), None), "platform must be a string"),
+            (changed(("devices",), True), "devices must be an integer"),
+            (changed(("dtypes",), "float32"), "dtypes must be a list"),
+            (changed(("dtypes",), ["float99"]), "unknown dtype 'float99'"),
+            (changed(("kept",), [1]), "kept"),
+            (changed(("axes", 0, "overlaps"), "no"), "overlaps of an axis must be true or false"),
+            (changed(("axes", 0, "bytes_per_s"), True), "bytes_per_s of an axis must be a number"),
+            (changed(("hardware", "overlaps"), "no"), "overlaps must be true or false"),
+            (changed(("hardware", "on_chip_bytes"), 10**400), "on_chip_bytes is too large"),
+            (changed(("error", "matmul"), 10**400), "error of matmul is too large"),
+            ('{"kind":' * 200_000, "nested too deep|no JSON"),
         ],
     )
     def test_what_is_no_calibration_or_impossible_is_refused(

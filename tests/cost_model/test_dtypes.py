@@ -1,5 +1,8 @@
 """Element types by name."""
 
+import re
+
+import ml_dtypes
 import pytest
 
 from cost_model.dtypes import dtype_bytes, parse_dtype
@@ -17,7 +20,28 @@ def test_bfloat16_is_a_float() -> None:
     assert parse_dtype("bfloat16") == ("float", 16)
 
 
-@pytest.mark.parametrize("dtype", ["", "float", "key<fry>", "16", "bfloat16 "])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "",
+        "float",
+        "key<fry>",
+        "16",
+        "bfloat16 ",
+        "float99",
+        "float128",
+        "bfloat8",
+        "int3",
+        "float32_e8",
+        "bf16",
+    ],
+)
 def test_what_is_not_a_dtype_name_is_refused(dtype: str) -> None:
-    with pytest.raises(ValueError, match="unknown dtype"):
+    with pytest.raises(ValueError, match=r"unknown dtype .*; known: .*bfloat16, int1/2/4/8/16/32/64, "):
         dtype_bytes(dtype)
+
+
+def test_every_numeric_type_of_jax_s_is_known() -> None:
+    names = [name for name in dir(ml_dtypes) if re.match(r"(bfloat|float|u?int)\d", name)]
+    for name in [*names, "float16", "float32", "float64", "complex64", "complex128", "uint64"]:
+        assert dtype_bytes(name) > 0
