@@ -8,7 +8,7 @@ Every number is the cost model's own: `matmul_s`, the axis's collectives and ste
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Final, Literal
@@ -119,19 +119,16 @@ class Candidate:
     epilogue_s: float
     exposed_s: float
 
-    def lines(self, whole: bool) -> list[str]:
-        """The terms in words; without `whole` only the sum."""
+    def lines(self) -> list[str]:
+        """The terms in words."""
         total = self.estimate.overlapped_s
         how = f"As {'rings' if self.form.pieces > 1 else 'a ring'}, {self.form}"
         if self.form.route != "ring":
             how = f"By {self.form}"
-        lines = [f"{how}: {_us(total).strip()}"]
-        if not whole:
-            return lines
         slower = "the hop" if self.step_hop_s > self.step_dots_s else "the dots"
         pieces = ", ".join(f"[{of.m},{of.k}]·[{of.k},{of.n}]" for of in self.partials)
         return [
-            *lines,
+            f"{how}: {_us(total).strip()}",
             f"  {_us(self.prologue_s)}  prologue: partial dots before the first hop",
             f"  {_us(self.steady_s)}  steady state: {self.hops} × a hop beside a step's partial dots; "
             f"{slower} take{'s' if slower == 'the hop' else ''} longer",
@@ -186,8 +183,13 @@ class Explanation:
             f"{rounded} bound by {moved.bound}; {_us(moved.latency_s).strip()} however few the bytes"
         )
         lines += [f"  {_us(self.best.estimate.original_s)}  together", ""]
-        for number, candidate in enumerate(self.candidates):
-            lines += [*candidate.lines(number == 0), ""]
+        lines += [*self.best.lines(), ""]
+        for title, others in self._others():
+            lines.append(title)
+            lines += [f"  {_us(other.estimate.overlapped_s)}  {other.form}" for other in others[:LISTED]]
+            if len(others) > LISTED:
+                lines.append(f"  … {len(others) - LISTED} more: --json")
+            lines.append("")
         gain_s = self.best.estimate.benefit_s
         share = abs(gain_s) / self.best.estimate.original_s
         verdict = f"saves {_us(gain_s).strip()} ({share:.1%}): rewriting pays"
@@ -202,6 +204,15 @@ class Explanation:
         if not hardware.overlaps:
             lines.append("This hardware runs no communication beside compute: hops and dots take turns.")
         return "\n".join(lines)
+
+    def _others(self) -> Iterator[tuple[str, tuple[Candidate, ...]]]:
+        """The forms but the best, by the memory that they need, under what is said of them."""
+        light = tuple(other for other in self.candidates[1:] if other.estimate.added_bytes <= 0)
+        heavy = tuple(other for other in self.candidates[1:] if other.estimate.added_bytes > 0)
+        if light:
+            yield "Other forms, the fastest first:", light
+        if heavy:
+            yield "Forms that need more memory than as written, which come last, the fastest first:", heavy
 
     def to_json(self) -> dict[str, Any]:
         """The figures as JSON values; seconds and bytes."""
@@ -255,6 +266,9 @@ def explain(chain: PlainChain, axis: Axis, among: Sequence[Form] | None = None) 
 
 WAITING: Final = 0.9
 """A dot is bound by memory if it took less than this part of its time with its operands on chip."""
+
+LISTED: Final = 8
+"""Forms of a kind that are told in words beside the best."""
 
 _ON_CHIP: Final[dict[tuple[Side, ...], str]] = {
     (): "nothing",

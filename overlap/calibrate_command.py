@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from cost_model.calibration import Calibration
 from overlap.calibration import Progress, calibrate
+from overlap.plain_text import PIPE_COLUMNS, columns, wrapped
 from overlap.units import digits, duration, percent
 
 FAILED: Final = 2
@@ -68,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not main:
         return 0
     table = sys.stderr if arguments.out is None else sys.stdout
-    print(text(found), file=table)
+    print(wrapped(text(found), columns(PIPE_COLUMNS)), file=table)
     if arguments.out is None:
         print(found.to_json())
     else:

@@ -33,6 +33,7 @@ from overlap.hlo.module import Module
 from overlap.hlo.parse import parse
 from overlap.hlo.timeline import Timeline
 from overlap.inspection import Inspection, inspect_compiled
+from overlap.plain_text import PIPE_COLUMNS
 from overlap.report import Report
 
 if TYPE_CHECKING:
@@ -63,9 +64,6 @@ REPORT: Final = "overlap-report.html"
 
 _COMPILE: Final = "compile-demo-for-tpu"
 """The command, without help, with which the demo compiles one program in a process of its own."""
-
-PIPE_COLUMNS: Final = 80
-"""Width of the output where there is no terminal."""
 
 
 def add_commands(commands: Any) -> None:

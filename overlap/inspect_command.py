@@ -16,6 +16,7 @@ from overlap.hlo.module import Module
 from overlap.hlo.timeline import Timeline
 from overlap.inspect_dumps import Dump, DumpError
 from overlap.inspection import Inspection, to_json
+from overlap.plain_text import PIPE_COLUMNS
 from overlap.timeline_table import ROWS
 
 WRONG_INPUT: Final = 2
@@ -23,9 +24,6 @@ WRONG_INPUT: Final = 2
 
 MANY: Final = 4
 """From so many modules on, a terminal shows how far it is."""
-
-PIPE_COLUMNS: Final = 80
-"""Width of the output where there is no terminal."""
 
 
 def add_commands(commands: Any) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import re
 import shutil
 import sys
+import textwrap
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -14,10 +16,36 @@ WIDEST: Final = 120
 """Columns that no table needs more of, however wide the terminal."""
 
 
+PIPE_COLUMNS: Final = 80
+"""Width of what a command prints where there is no terminal."""
+
+
 def columns(not_a_terminal: int) -> int:
     """The terminal's columns, at most ``WIDEST``; ``not_a_terminal`` where there is none."""
     found = shutil.get_terminal_size((not_a_terminal, 24)).columns
     return min(found, WIDEST) if sys.stdout.isatty() else not_a_terminal
+
+
+def wrapped(text: str, width: int) -> str:
+    """The text in lines that do not exceed ``width``.
+
+    What goes on in another line stands below the words of the first: behind the time that it begins with, if
+    it does.
+    """
+    lines = []
+    for line in text.split("\n"):
+        begins = re.match(r" *(?:[\d,.]+ µs  )?", line)
+        indent = len(begins[0]) if begins else 0
+        indent += 0 if "µs" in line[:indent] else 2
+        parts = textwrap.wrap(
+            line,
+            width,
+            subsequent_indent=" " * indent,
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+        lines += parts or [""]
+    return "\n".join(lines)
 
 
 def plain_text(*parts: RenderableType, width: int) -> str:

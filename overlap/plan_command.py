@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import cost_model
@@ -16,6 +17,7 @@ from cost_model.calibration import hardware_of
 from cost_model.explanation import explain
 from cost_model.plain_chain import PATTERNS, Form, PlainChain, chain_of, forms
 from overlap import tpu_slice
+from overlap.plain_text import PIPE_COLUMNS, columns, wrapped
 from passes import rules, shims
 
 FAILED: Final = 2
@@ -90,7 +92,9 @@ def run(arguments: argparse.Namespace) -> int:
         explanation = explain(chain(m), axis, considered(chain(m), axis))
         found = break_evens(chain, axis, m, among=considered, resize=arguments.topology is None)
         if arguments.plot is not None:
-            _plot(found, arguments.plot, f"{arguments.pattern}, {arguments.shape}, {axis.hardware.name}")
+            drawn = _plot(
+                found, arguments.plot, f"{arguments.pattern}, {arguments.shape}, {axis.hardware.name}"
+            )
     except (ValueError, OSError) as error:
         print(f"overlap plan: {error}", file=sys.stderr)
         return FAILED
@@ -98,12 +102,11 @@ def run(arguments: argparse.Namespace) -> int:
         figures = {**explanation.to_json(), "break_even": [_figures(each) for each in found]}
         print(json.dumps({"schema": 1, **figures}, indent=2))
     else:
-        print(explanation)
-        print("\nBreak-even, all else as it is:")
-        for each in found:
-            print(f"  {sentence(each)}")
+        lines = [str(explanation), "", "Break-even, all else as it is:"]
+        lines += [f"  {sentence(each)}" for each in found]
+        print(wrapped("\n".join(lines), columns(PIPE_COLUMNS)))
     if arguments.plot is not None:
-        print(f"Wrote {arguments.plot}", file=sys.stderr if arguments.json else sys.stdout)
+        print(f"Wrote {drawn}", file=sys.stderr if arguments.json else sys.stdout)
     return 0
 
 
@@ -172,15 +175,20 @@ def _figures(found: BreakEven) -> dict[str, Any]:
     }
 
 
-def _plot(found: Sequence[BreakEven], path: str, title: str) -> None:
+def _plot(found: Sequence[BreakEven], path: str, title: str) -> str:
+    """Draws the picture, and returns its path: of a name without a suffix it is that of a PNG."""
+    if Path(path).is_dir():
+        raise PlanError(f"--plot {path} is a directory: name a file, such as {Path(path, 'plan.png')}")
+    named = path if Path(path).suffix else f"{path}.png"
     from overlap import plan_plot
 
     try:
-        plan_plot.draw(found, path, title)
+        plan_plot.draw(found, named, title)
     except ModuleNotFoundError as error:
         raise PlanError(
             f"--plot needs {error.name}, which is not installed: pip install matplotlib"
         ) from error
+    return named
 
 
 def _shape(given: str) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ import pytest
 from cost_model import Topology, by_name, names
 from cost_model.axis import Axis
 from cost_model.break_even import break_evens
-from cost_model.explanation import explain
+from cost_model.explanation import LISTED, explain
 from cost_model.matmul import Matmul, matmul_s
 from cost_model.pipeline import GATHERED, gather_after
 from cost_model.plain_chain import PATTERNS, Form, PlainChain, PlainDot, chain_of, forms, price, works
@@ -188,6 +188,20 @@ class TestTerms:
         assert "left as it is" in str(explain(gather(m=16, k=128, n=128), RING))
         assert "take turns" in str(explain(gather(), Axis(by_name("cpu"), 4)))
         assert "a line, no wraparound" in str(explain(gather(), Axis(by_name("tpu_v5e"), 4)))
+
+    def test_forms_are_listed_the_fastest_first_and_apart_by_the_memory_that_they_need(self) -> None:
+        found = explain(chain_of("all_gather_dot", 4096, 2048, 1024, cut="k"), ON_V5P)
+        light, heavy = str(found).split("\n\n")[3:5]
+        assert light.startswith("Other forms, the fastest first:")
+        assert heavy.startswith("Forms that need more memory than as written, which come last, ")
+        for group, needs_more in ((light, False), (heavy, True)):
+            others = [c for c in found.candidates[1:] if (c.estimate.added_bytes > 0) == needs_more]
+            *rows, last = group.split("\n")[1:]
+            times = [float(row.split()[0].replace(",", "")) for row in rows]
+            assert times == sorted(times) and len(times) == LISTED < len(others)
+            assert last == f"  … {len(others) - LISTED} more: --json"
+        few = explain(chain_of("all_gather_dot", 4096, 2048, 1024, cut="m"), Axis(by_name("h100"), 16))
+        assert "more: --json" not in str(few)
 
     def test_figures_are_json(self) -> None:
         found = explain(gather(), RING)

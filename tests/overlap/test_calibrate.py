@@ -274,6 +274,8 @@ open(f"{{sys.argv[2]}}/{{index}}.json", "w").write(found.to_json())
         out, errors = capsys.readouterr()
         assert json.loads(out) == json.loads(tiny.to_json())
         assert errors.startswith("Measured on 8 × cpu")
+        assert max(map(len, errors.splitlines())) <= 80
+        assert ", ".join(tiny.kept) in " ".join(errors.split())
 
     def test_noisy_times_come_with_a_warning(
         self, tiny: Calibration, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -179,6 +179,10 @@ class TestTheCommand:
         assert "devices on the axis, here 16: " in out
         assert "links of the axis, one way, here 90 GB/s: pays below " in out
 
+    def test_no_line_is_wider_than_a_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
+        for options in (ON_16, (*GIVEN, "--topology", "v5p:4x4x4", "--cut", "k")):
+            assert max(map(len, plan(capsys, *options).splitlines())) <= 80
+
     def test_json_has_the_same_figures(self, capsys: pytest.CaptureFixture[str]) -> None:
         figures = json.loads(plan(capsys, *ON_16, "--json"))
         chain, axis = chain_of("all_gather_dot", 8192, 8192, 2048), Axis(V5P, 16)
@@ -191,7 +195,7 @@ class TestTheCommand:
 
     def test_a_slice_is_taken_for_what_it_is(self, capsys: pytest.CaptureFixture[str]) -> None:
         out = plan(capsys, *GIVEN, "--topology", "v5p:4x4x4", "--axis-size", "16")
-        assert "4x4x4 tpu_v5p chips, wrapping around in x, y, z" in out
+        assert "4x4x4 tpu_v5p chips, wrapping around in x, y, z" in " ".join(out.split())
         assert "2 rings" in out and "devices on the axis" not in out
 
     def test_hardware_may_be_a_calibration(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -226,6 +230,7 @@ class TestTheCommand:
             ((*GIVEN, "--topology", "v5p:4x4", "--axis-size", "3"), "does not divide"),
             ((*GIVEN[:-1], "1,2", "--hardware", "tpu_v5p", "--axis-size", "4"), "is not M,K,N"),
             ((*ON_16, "--dtype", "soft"), "unknown dtype"),
+            ((*ON_16, "--dtype", "float99"), "unknown dtype 'float99'; known: bool, float4"),
             ((*ON_16, "--operand", "rhs"), "no dim of the rhs"),
             (
                 (
@@ -265,3 +270,11 @@ class TestThePicture:
         assert drawn.startswith("<?xml") and len(drawn) > 5000
         assert __main__.main((*ON_16, "--plot", str(tmp_path / "out.nonsense"))) == 2
         assert "nonsense" in capsys.readouterr().err
+
+    def test_it_is_named_as_it_is_written(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        pytest.importorskip("matplotlib")
+        assert f"Wrote {tmp_path / 'out'}.png\n" in plan(capsys, *ON_16, "--plot", str(tmp_path / "out"))
+        assert [file.name for file in tmp_path.iterdir()] == ["out.png"]
+        assert __main__.main((*ON_16, "--plot", str(tmp_path))) == 2
+        assert f"{tmp_path} is a directory: name a file" in capsys.readouterr().err
+        assert not tmp_path.with_suffix(".png").exists()
