@@ -265,6 +265,19 @@ class TestBrowser:
         (shown,) = re.findall(r"<title>\[(.*),(.*)\]</title>", browser.dom(tmp_path / "page.html"))
         assert [float(time) for time in shown] == pytest.approx([15, 35])
 
+    @pytest.mark.parametrize("width", [900, 1200])
+    def test_hints_are_seen_without_scrolling(self, tmp_path: Path, width: int) -> None:
+        """The table of collectives was 1,241 px wide, and its last column lay beyond the edge."""
+        measure = (
+            "<script>document.title = [...document.querySelectorAll('.scroll')].map(of => "
+            "of.scrollWidth - of.clientWidth).join()</script>"
+        )
+        text = without_policy(page([timelines.inspection()]))
+        (tmp_path / "page.html").write_text(text.replace("</body>", f"{measure}</body>"), encoding="utf-8")
+        document = browser.dom(tmp_path / "page.html", f"--window-size={width},1500")
+        (beyond,) = re.findall(r"<title>([\d,]*)</title>", document)
+        assert set(beyond.split(",")) == {"0"}
+
     def test_ten_thousand_bars_are_drawn(self, tmp_path: Path) -> None:
         many = [timelines.event(f"dot.{i}", "matmul", "compute", i, i + 0.5) for i in range(10_000)]
         inspection = Inspection("f", (("", timelines.timeline(many, [], 10_000)),))
