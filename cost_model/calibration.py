@@ -210,20 +210,23 @@ class Calibration:
             beside.unlink(missing_ok=True)
 
 
-def hardware_of(name: str, device_kind: str | None = None) -> Hardware:
-    """The hardware of a name, or of a calibration's file: a text that ends in `.json`.
+def hardware_of(name: str | os.PathLike[str], device_kind: str | None = None) -> Hardware:
+    """The hardware of a name, or of a calibration's file: a path, or a text that ends in `.json`.
 
     Args:
-      name: such as "tpu_v5p", or "calibration.json".
+      name: such as "tpu_v5p", "TPU v5 lite" (as JAX names the devices), or "calibration.json".
       device_kind: see `Calibration.read`.
 
     Raises:
       ValueError: the name is unknown, or the file of no use; the message says why.
       OSError: the file cannot be read.
     """
-    if not name.endswith(".json"):
-        return by_name(name)
-    return Calibration.read(name, device_kind).hardware
+    if not isinstance(name, str) or name.endswith(".json"):
+        return Calibration.read(name, device_kind).hardware
+    try:
+        return from_device_kind(name) or by_name(name)
+    except ValueError as error:
+        raise ValueError(f"{error}; or a file that calibrate wrote, whose name ends in .json") from None
 
 
 _AGAIN: Final = "Measure again, on the devices in question: python -m overlap calibrate --out {path}"

@@ -22,7 +22,7 @@ from passes import Policy, shims
 def overlap_collectives(
     fun: Callable[..., Any],
     *,
-    hardware: str | Hardware | None = None,
+    hardware: str | os.PathLike[str] | Hardware | None = None,
     policy: Policy = "auto",
     strict: bool = False,
 ) -> Overlapped: ...
@@ -32,7 +32,7 @@ def overlap_collectives(
 def overlap_collectives(
     fun: None = None,
     *,
-    hardware: str | Hardware | None = None,
+    hardware: str | os.PathLike[str] | Hardware | None = None,
     policy: Policy = "auto",
     strict: bool = False,
 ) -> Callable[[Callable[..., Any]], Overlapped]: ...
@@ -41,7 +41,7 @@ def overlap_collectives(
 def overlap_collectives(
     fun: Callable[..., Any] | None = None,
     *,
-    hardware: str | Hardware | None = None,
+    hardware: str | os.PathLike[str] | Hardware | None = None,
     policy: Policy = "auto",
     strict: bool = False,
 ) -> Any:
@@ -107,9 +107,11 @@ class Overlapped:
 
     Attributes:
       original: the user's jitted function, unchanged.
+      hardware: what the cost model prices for; None for that of the mesh's devices.
     """
 
     original: Any
+    hardware: Hardware | None
 
     def __init__(
         self, fun: Callable[..., Any], hardware: GivenHardware, policy: Policy, strict: bool
@@ -118,6 +120,7 @@ class Overlapped:
             fun = fun.original
         functools.update_wrapper(self, fun)
         self.original = fun if isinstance(fun, jax.stages.Wrapped) else jax.jit(fun)
+        self.hardware = hardware.hardware
         self._options = _jit_options(self.original)
         self._rewriter = Rewriter(
             str(getattr(self.original, "__name__", type(self.original.__wrapped__).__name__)),

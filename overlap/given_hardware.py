@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import cost_model
@@ -44,11 +45,13 @@ def given_hardware(hardware: object) -> GivenHardware:
       OSError: the file cannot be read.
       TypeError: it is no hardware.
     """
-    if isinstance(hardware, str) and hardware.endswith(".json"):
+    if isinstance(hardware, os.PathLike) or (isinstance(hardware, str) and hardware.endswith(".json")):
         calibration = Calibration.read(hardware)
-        return GivenHardware(calibration.hardware, calibration, hardware)
+        return GivenHardware(calibration.hardware, calibration, os.fspath(hardware))
     if isinstance(hardware, str):
-        return GivenHardware(cost_model.by_name(hardware))
+        return GivenHardware(cost_model.hardware_of(hardware))
     if hardware is None or isinstance(hardware, Hardware):
         return GivenHardware(hardware)
-    raise TypeError(f"hardware must be None, a name or a cost_model.Hardware, not {type(hardware).__name__}")
+    raise TypeError(
+        f"hardware must be None, a name, a path or a cost_model.Hardware, not {type(hardware).__name__}"
+    )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import cost_model
-from cost_model import Hardware
+from cost_model import Hardware, hardware_of
 from overlap import inspect_dumps, timeline_table, tpu_slice
 from overlap.hlo.module import Module
 from overlap.hlo.timeline import Timeline
@@ -42,7 +42,8 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "--hardware",
         metavar="NAME",
-        help=f"what to model: {', '.join(cost_model.names())} (default: as compiled)",
+        help=f"what to model: {', '.join(cost_model.names())}; or a file that calibrate wrote (.json) "
+        "(default: as compiled)",
     )
     parser.add_argument(
         "--topology",
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         inspections = [_inspection(dumps, hardware, chips) for dumps in inspect_dumps.pairs(found)]
         shown = [inspection for inspection in inspections if inspection.collectives] or inspections[:1]
         written = _write(arguments, shown)
-    except (DumpError, ValueError) as error:
+    except (DumpError, ValueError, OSError) as error:
         print(f"overlap inspect: {error}", file=sys.stderr)
         return WRONG_INPUT
     if arguments.json:
@@ -98,13 +99,14 @@ def _options(arguments: argparse.Namespace) -> tuple[Hardware | None, tuple[int,
 
     Raises:
       ValueError: one of them is unknown, they contradict each other, or only the chips' number is given.
+      OSError: the hardware's file cannot be read.
     """
     named, chips = (None, None) if arguments.topology is None else tpu_slice.read_shape(arguments.topology)
-    hardware = None if arguments.hardware is None else cost_model.by_name(arguments.hardware)
+    hardware = None if arguments.hardware is None else hardware_of(arguments.hardware)
     if named is not None and hardware is not None and hardware.name != named:
         raise ValueError(f"--topology {arguments.topology} is {named}, and --hardware says {hardware.name}")
-    if named is not None:
-        hardware = cost_model.by_name(named)
+    if named is not None and hardware is None:
+        hardware = hardware_of(named)
     if chips is not None and hardware is None:
         raise ValueError(f"--topology {arguments.topology} needs --hardware, or its name, such as v5p:2x2x4")
     return hardware, chips

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import jax
 
+from cost_model import Hardware, hardware_of
 from overlap.decorator import Overlapped
 from overlap.exposure import by_exposed_time, hint
 from overlap.hlo.timeline import Timeline
@@ -118,7 +119,12 @@ class Inspection:
         return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{content}"></iframe>'
 
 
-def inspect(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Inspection:
+def inspect(
+    fun: Callable[..., Any],
+    *args: Any,
+    hardware: str | os.PathLike[str] | Hardware | None = None,
+    **kwargs: Any,
+) -> Inspection:
     """Compiles a function, and its original if it is decorated, and models when each instruction runs.
 
     Nothing is run. The function is compiled for the devices of its arguments (those of a mesh that is there
@@ -128,43 +134,61 @@ def inspect(fun: Callable[..., Any], *args: Any, **kwargs: Any) -> Inspection:
       fun: what ``overlap_collectives`` returned, for both versions of it; or any other function, jitted or
         not, for that one alone.
       *args, **kwargs: as for a call; ``jax.ShapeDtypeStruct``, with shardings where they matter, will do.
+      hardware: what is modelled, as the decorator takes it: a name, a file of ``calibrate``, or a
+        ``cost_model.Hardware``. If None, what the decorator was given, else that of the devices.
 
     Returns:
       The timelines: of "original" and "overlapped", or of the one version.
 
     Raises:
       TypeError: ``fun`` is no function.
+      ValueError: the hardware is unknown.
       Exception: whatever tracing or compiling raises.
     """
     if not callable(fun):
         raise TypeError(f"overlap.inspect takes a function, not {type(fun).__name__}")
     if isinstance(method := getattr(fun, "__func__", None), Overlapped):
-        return inspect(method, fun.__self__, *args, **kwargs)  # type: ignore[attr-defined]
+        return inspect(method, fun.__self__, *args, hardware=hardware, **kwargs)  # type: ignore[attr-defined]
+    if isinstance(hardware, str | os.PathLike):
+        hardware = hardware_of(hardware)
     if isinstance(fun, Overlapped):
+        hardware = hardware or fun.hardware
         versions = [("original", fun.original), ("overlapped", fun)]
     else:
         versions = [("", fun if isinstance(fun, jax.stages.Wrapped) else jax.jit(fun))]
     compiled = {label: version.trace(*args, **kwargs).lower().compile() for label, version in versions}
-    return inspect_compiled(str(getattr(fun, "__name__", type(fun).__name__)), compiled)
+    return inspect_compiled(str(getattr(fun, "__name__", type(fun).__name__)), compiled, hardware)
 
 
-def inspect_compiled(name: str, programs: Mapping[str, Any]) -> Inspection:
+def inspect_compiled(name: str, programs: Mapping[str, Any], hardware: Hardware | None = None) -> Inspection:
     """As ``inspect``, for programs that are compiled already.
 
     Args:
       name: of the program.
       programs: label → what ``lower(…).compile()`` returned, for each version.
+      hardware: what is modelled; None for that of the devices.
     """
-    return Inspection(name, tuple((label, _timeline(compiled)) for label, compiled in programs.items()))
+    timelines = ((label, _timeline(compiled, hardware)) for label, compiled in programs.items())
+    return Inspection(name, tuple(timelines))
 
 
-def _timeline(compiled: Any) -> Timeline:
-    """The timeline of a compiled program on the devices that it is compiled for."""
+def _timeline(compiled: Any, hardware: Hardware | None) -> Timeline:
+    """The timeline of a compiled program, on the devices that it is compiled for if no hardware is named."""
     from overlap.hlo.parse import parse
     from overlap.hlo.simulate import simulate
 
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    return simulate(parse(compiled.as_text()), topology=devices_of(shardings) or None)
+    devices, module = devices_of(shardings), parse(compiled.as_text())
+    if hardware is None or not devices:
+        return simulate(module, hardware, devices or None)
+    # Devices without coordinates do not say where those of a torus would be.
+    placed = hardware.network == "switch" or hasattr(devices[0], "coords")
+    timeline = simulate(module, hardware, devices if placed else None)
+    kind = devices[0].device_kind
+    if kind in hardware.device_kinds:
+        return timeline
+    said = f"The program is the compiler's for {kind}, its schedule too, with the rates of {hardware.name}."
+    return dataclasses.replace(timeline, assumptions=(*timeline.assumptions, said))
 
 
 def devices_of(shardings: Sequence[Any]) -> list[Any]:

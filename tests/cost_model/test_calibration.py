@@ -178,7 +178,10 @@ class TestFiles:
         path = tmp_path / "v5p.json"
         CALIBRATION.write(path)
         assert hardware_of(str(path)) == hardware_of("tpu_v5p") == V5P
-        with pytest.raises(ValueError, match="unknown hardware"):
+        assert hardware_of(path) == hardware_of(path.rename(tmp_path / "v5p")) == V5P
+        (tmp_path / "v5p").rename(path)
+        assert hardware_of("TPU v5p") == V5P, "as JAX names the devices"
+        with pytest.raises(ValueError, match=r"unknown hardware 'tpu_v9'; .* whose name ends in \.json"):
             hardware_of("tpu_v9")
         with pytest.raises(ValueError, match="was measured on"):
             hardware_of(str(path), "cpu")

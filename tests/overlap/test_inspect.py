@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -15,11 +16,13 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+import cost_model
 import overlap
 from overlap import tpu_slice, tpu_target
 from overlap.inspection import devices_of
 from tests.libtpu import needs_libtpu
 from tests.overlap import timelines
+from tests.overlap.calibrations import calibration
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, COLUMNS = PartitionSpec("x"), PartitionSpec(None, "x")
@@ -74,6 +77,28 @@ class TestInspect:
         found = overlap.inspect(gather(), *shapes())
         assert [label for label, _ in found.programs] == [""]
         assert found.titled[0][0] == "jit_gather"
+
+    def test_the_decorator_s_hardware_is_modelled_or_another_that_is_named(self, tmp_path: Path) -> None:
+        path = tmp_path / "mine.json"
+        calibration(dataclasses.replace(cost_model.by_name("tpu_v5e"), name="mine")).write(path)
+        decorated = overlap.overlap_collectives(gather(), policy="always", hardware="tpu_v5p")
+
+        def hardware(**options: Any) -> set[str]:
+            found = overlap.inspect(decorated, *shapes(), **options)
+            return {timeline.hardware for _, timeline in found.programs}
+
+        assert hardware() == {"tpu_v5p"}
+        assert hardware(hardware="h100") == {"h100"}
+        assert hardware(hardware=path) == hardware(hardware=str(path)) == {"mine"}
+        mine = overlap.overlap_collectives(gather(), hardware=path).hardware
+        assert mine is not None and mine.name == "mine"
+        ((_, plain),) = overlap.inspect(gather(), *shapes(), hardware="TPU v5p").programs
+        assert plain.hardware == "tpu_v5p" and plain.topology.startswith("4 ")
+        assert plain.assumptions[-1].startswith("The program is the compiler's for cpu, its schedule too")
+        ((_, plain),) = overlap.inspect(gather(), *shapes()).programs
+        assert plain.hardware == "cpu"
+        with pytest.raises(ValueError, match="unknown hardware 'abacus'"):
+            overlap.inspect(gather(), *shapes(), hardware="abacus")
 
     def test_a_method_is_inspected_with_its_instance(self) -> None:
         class Model:

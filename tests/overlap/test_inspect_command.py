@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -16,7 +17,9 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 from rich.cells import cell_len
 
+from cost_model import by_name
 from overlap import __main__, overlap_collectives
+from tests.overlap.calibrations import calibration
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICES = 4
@@ -195,9 +198,22 @@ class TestOptions:
         assert "tpu_v5p" in out.splitlines()[0]
         assert "as jax.make_mesh lays it" in " ".join(out.split())
 
+    def test_hardware_may_be_a_calibration_on_a_slice_too(
+        self, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        path = tmp_path / "mine.json"
+        calibration(dataclasses.replace(by_name("tpu_v5p"), link_bytes_per_s=1e9)).write(path)
+        for options in ([], ["--topology", "2x2x1"], ["--topology", "v5p:2x2x1"]):
+            told = json.loads(inspect(capsys, files[0], "--json", "--hardware", str(path), *options))
+            ((program,),) = (each["programs"] for each in told["inspections"])
+            assert program["hardware"] == "tpu_v5p"
+            assert " 1 GB/s each way" in " ".join(program["assumptions"])
+        assert "no.json" in complaint(capsys, files[0], "--hardware", str(tmp_path / "no.json"))
+
     @pytest.mark.parametrize(
         ("options", "words"),
         [
+            (["--hardware", "mine"], "or a file that calibrate wrote, whose name ends in .json"),
             (["--hardware", "tpu_v99"], "unknown hardware 'tpu_v99'"),
             (["--topology", "4by4"], "'4by4' is no shape of a slice, such as 4x4x4"),
             (["--topology", "2x2"], "needs --hardware"),

@@ -16,7 +16,6 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from cost_model import Axis, by_name
-from cost_model.calibration import Calibration
 from cost_model.explanation import explain
 from cost_model.plain_chain import Form, PlainChain, chain_of, forms, price
 from overlap import __main__, overlap_collectives
@@ -24,6 +23,7 @@ from overlap.plan_command import considered
 from passes.candidates import candidates
 from passes.pricing import pricer
 from passes.schedule import RingSchedule
+from tests.overlap.calibrations import calibration
 from tests.passes import bodies
 
 V5P = by_name("tpu_v5p")
@@ -200,19 +200,7 @@ class TestTheCommand:
 
     def test_hardware_may_be_a_calibration(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         path = tmp_path / "slow.json"
-        Calibration(
-            hardware=dataclasses.replace(V5P, link_bytes_per_s=9e8),
-            device_kind="TPU v5",
-            platform="tpu",
-            devices=4,
-            processes=1,
-            jax_version="0.10.2",
-            dtypes=("bfloat16",),
-            measured=(),
-            kept=(),
-            spread=(),
-            error=(),
-        ).write(path)
+        calibration(dataclasses.replace(V5P, link_bytes_per_s=9e8)).write(path)
         out = plan(capsys, *GIVEN, "--hardware", str(path), "--axis-size", "16")
         assert "here 0.9 GB/s" in out
 
