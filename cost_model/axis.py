@@ -27,6 +27,9 @@ class Axis:
       groups: the devices of each line of the mesh along the axis, by their number in the topology.
       orders: the best rings along the axis, which share no link.
       walks: rings that follow no order and together are faster than those; none on most axes.
+
+    Raises:
+      ValueError: there is no device on it.
     """
 
     hardware: Hardware
@@ -35,6 +38,10 @@ class Axis:
     groups: tuple[tuple[int, ...], ...] = ()
     orders: tuple[RingOrder, ...] = ()
     walks: tuple[Walk, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"an axis has at least 1 device, got {self.size!r}")
 
     @classmethod
     def of(cls, topology: Topology, groups: tuple[tuple[int, ...], ...]) -> Axis:

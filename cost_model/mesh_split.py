@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from cost_model.axis import Axis
 from cost_model.dtypes import dtype_bytes
@@ -30,6 +30,7 @@ STATE_BYTES: Final = 8
 """Bytes per weight of Adam's two moments in float32, beside the weight itself."""
 
 Goal = Literal["plain", "overlapped", "ideal"]
+GOALS: Final[tuple[Goal, ...]] = get_args(Goal)
 Parts = tuple[int, ...]
 Dims = tuple[tuple[int, int, int, int], ...]
 
@@ -90,7 +91,11 @@ class StepTime:
 
         A pipeline of Z stages works through m microbatches in m + Z - 1 slots, each way. Stage boundaries are
         exposed but in the ideal; rings do nothing for them.
+
+        Raises:
+          ValueError: the goal is unknown.
         """
+        _check_goal(goal)
         slots = self.split.microbatches + self.split.pipeline - 1
         layers = self.model.layers // self.split.pipeline
         once = _seconds(self.forward, goal) + _seconds(self.backward, goal)
@@ -132,8 +137,12 @@ def best_splits(
       one `StepTime` per split that the model allows.
 
     Raises:
-      ValueError: no split fits; the message says why the last one does not. Or an axis is unknown.
+      ValueError: no split fits; the message says why the last one does not. Or an axis or the goal is
+        unknown, or the slice has no devices.
     """
+    _check_goal(goal)
+    if not shape or min(shape) < 1:
+        raise ValueError(f"a slice has at least 1 chip along each dimension, got {tuple(shape)}")
     if unknown := [axis for axis in axes if axis not in IN_SLICE]:
         raise ValueError(f"unknown mesh axis {unknown[0]!r}; known: {', '.join(IN_SLICE)}")
     slice_of = _Slice(hardware, tuple(shape), pods)
@@ -153,9 +162,8 @@ def best_splits(
             if split not in found or _rank(step, goal) < _rank(found[split], goal):
                 found[split] = step
     if not found:
-        raise ValueError(
-            f"the model fits no split of {pods} × {'x'.join(map(str, shape))}; last tried {misfit}"
-        )
+        tried = f"last tried {misfit}" if misfit else f"its devices cannot be divided over {tuple(axes)}"
+        raise ValueError(f"the model fits no split of {pods} × {'x'.join(map(str, shape))}; {tried}")
     return tuple(sorted(found.values(), key=lambda step: _rank(step, goal)))
 
 
@@ -292,6 +300,11 @@ def _factors(length: int, allowed: Sequence[bool]) -> Iterator[Parts]:
         if length % first == 0:
             for rest in _factors(length // first, allowed[1:]):
                 yield first, *rest
+
+
+def _check_goal(goal: str) -> None:
+    if goal not in GOALS:
+        raise ValueError(f"unknown goal {goal!r}; known: {', '.join(GOALS)}")
 
 
 def _seconds(of: PassTime, goal: Goal) -> float:

@@ -265,10 +265,13 @@ def chain_of(
       handed_out: whether a gathered array is also needed whole.
 
     Raises:
-      ValueError: a size is below 1, the dtype is unknown, or the pattern does not cut that dim.
+      ValueError: a size is below 1, the dtype is unknown, or the dot has no such dim, or the pattern does not
+        cut it.
     """
     if min(m, k, n) < 1:
         raise ValueError(f"a dot's sizes are at least 1, got M, K, N = {m}, {k}, {n}")
+    if cut not in ("m", "k", "n"):
+        raise ValueError(f"cut is m, k or n, got {cut!r}")
     gathers = pattern in ("all_gather_dot", "all_to_all_dot")
     side = {"m": "lhs", "n": "rhs", "k": operand or "lhs"}[cut]
     if operand is not None and operand != side:

@@ -54,7 +54,7 @@ class Model:
 
     def __post_init__(self) -> None:
         for field in ("layers", "d_model", "d_ff", "tokens", "head_dim"):
-            if getattr(self, field) < 1:
+            if not getattr(self, field) >= 1:  # so that it refuses NaN too
                 raise ValueError(f"a model's {field} is at least 1, got {getattr(self, field)!r}")
         if min(self.heads, self.sequence) < 0:
             raise ValueError(f"heads and sequence must not be negative, got {self}")
@@ -103,7 +103,7 @@ def layer_bytes(
     Raises:
       ValueError: the strategy is unknown, or a size not positive.
     """
-    if min(tokens, d_model, d_ff, x, y) <= 0:
+    if not all(size > 0 for size in (tokens, d_model, d_ff, x, y)):
         raise ValueError(f"sizes must be positive, got B={tokens} D={d_model} F={d_ff} X={x} Y={y}")
     width = dtype_bytes(dtype)
     weights, activations = 2 * width * d_model * d_ff, 2 * width * tokens * d_model

@@ -130,9 +130,11 @@ def calibrate(
       effort: what is measured, in place of what the platform and `quick` suggest.
 
     Raises:
-      ValueError: `mesh_shape` does not have as many devices as there are, the platform is unknown, or the
-        times are too noisy to tell anything.
+      ValueError: `mesh_shape` is none, or does not have as many devices as there are, the platform is
+        unknown, or the times are too noisy to tell anything.
     """
+    if mesh_shape is not None and not all(isinstance(size, int | np.integer) for size in mesh_shape):
+        raise ValueError(f"mesh_shape is devices along each axis, such as (2, 4), got {mesh_shape!r}")
     device = jax.devices()[0]
     kind, platform = device.device_kind, device.platform
     base = base_hardware(kind, platform)

@@ -19,6 +19,12 @@ def whole_slice(*shape: int) -> Axis:
     return Axis.of(topology, (tuple(range(topology.size)),))
 
 
+@pytest.mark.parametrize("size", [0, -1])
+def test_an_axis_has_a_device(size: int) -> None:
+    with pytest.raises(ValueError, match=f"at least 1 device, got {size}"):
+        Axis(V5P, size)
+
+
 # Hops and steps without known places.
 
 

@@ -242,6 +242,8 @@ class TestForms:
             chain_of("all_gather_dot", 8, 8, 8, cut="m", operand="rhs")
         with pytest.raises(ValueError, match="at least 1"):
             chain_of("all_gather_dot", 0, 8, 8)
+        with pytest.raises(ValueError, match="cut is m, k or n, got 'z'"):
+            chain_of("all_gather_dot", 8, 8, 8, cut="z")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="unknown pattern"):
             PlainChain(pattern="dot", dots=(PlainDot(Matmul(m=1, k=1, n=1), "m"),), elements=1)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="at least one dot"):

@@ -103,7 +103,7 @@ class TestTheBook:
             )
             assert (wide.forward, wide.backward) == (2 * narrow.forward, 2 * narrow.backward)
 
-    @pytest.mark.parametrize("bad", [{"tokens": 0}, {"x": 0}, {"d_model": -1}])
+    @pytest.mark.parametrize("bad", [{"tokens": 0}, {"tokens": math.nan}, {"x": 0}, {"d_model": -1}])
     def test_impossible_sizes_are_refused(self, bad: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match="positive"):
             layer_bytes("fsdp", **{"tokens": 1, "d_model": 1, "d_ff": 1, **bad})
@@ -308,6 +308,15 @@ class TestTheSplit:
             best_splits(Model(layers=1, d_model=64, d_ff=64, tokens=8, heads=6), V5P, (4,), axes=("tensor",))
         with pytest.raises(ValueError, match="unknown mesh axis"):
             best_splits(MLP, V5P, (4,), axes=("time",))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="unknown goal 'foo'; known: plain, overlapped, ideal"):
+            best_splits(MLP, V5P, (4,), goal="foo")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="unknown goal 'foo'"):
+            best_splits(MLP, V5P, (4,))[0].step_s("foo")  # type: ignore[arg-type]
+        for shape in ((), (4, 0), (4, -1)):
+            with pytest.raises(ValueError, match="at least 1 chip along each dimension, got"):
+                best_splits(MLP, V5P, shape)
+        with pytest.raises(ValueError, match=r"4x4; its devices cannot be divided over \(\)"):
+            best_splits(MLP, V5P, (4, 4), axes=())
 
     def test_behind_a_switch_and_with_two_devices_per_chip(self) -> None:
         assert best_splits(MLP, by_name("h100"), (8,))[0].split.devices == 8
@@ -315,7 +324,15 @@ class TestTheSplit:
         assert {step.split.devices for step in two} == {8}
 
     @pytest.mark.parametrize(
-        "bad", [{"layers": 0}, {"tokens": 0}, {"heads": -1}, {"heads": 6, "kv_heads": 4}, {"dtype": "soft"}]
+        "bad",
+        [
+            {"layers": 0},
+            {"tokens": 0},
+            {"tokens": math.nan},
+            {"heads": -1},
+            {"heads": 6, "kv_heads": 4},
+            {"dtype": "soft"},
+        ],
     )
     def test_impossible_models_are_refused(self, bad: dict[str, Any]) -> None:
         with pytest.raises(ValueError):

@@ -206,6 +206,8 @@ class TestRealDevices:
     def test_a_mesh_of_other_devices_than_there_are_is_refused(self) -> None:
         with pytest.raises(ValueError, match="a mesh of 3x4 has 12 devices, and 8 are attached"):
             calibrate(effort=TINY, mesh_shape=(3, 4))
+        with pytest.raises(ValueError, match=r"such as \(2, 4\), got '2x2'"):
+            calibrate(effort=TINY, mesh_shape="2x2")  # type: ignore[arg-type]
 
 
 def environment(devices: int) -> dict[str, str]:
