@@ -46,6 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever reads has seen enough, as `head` has. What Python would still flush at its end goes nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return CLOSED
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        # A disk that is full, of what the output is redirected to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"overlap: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 2
     return status
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import sys
+from pathlib import Path
 from typing import Any
+
+import jax
 
 from overlap.ab_profile import TRACED_ROUNDS, ab_profile
 from overlap.decorator import Overlapped
+from overlap.output_file import check_writable
 
 
 class TargetError(ValueError):
@@ -59,6 +64,13 @@ def run(arguments: argparse.Namespace) -> int:
     except TargetError as error:
         print(f"overlap ab: {error}", file=sys.stderr)
         return 2
+    outputs = [path for path in (arguments.json, arguments.html) if path is not None]
+    try:
+        for path in outputs if jax.process_index() == 0 else ():
+            check_writable(path)
+    except OSError as error:
+        print(f"overlap ab: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     try:
         report = ab_profile(
             function,
@@ -101,6 +113,13 @@ def resolve(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     module_name, colon, path = target.partition(":")
     if not colon or not module_name or not path:
         raise TargetError(f"name what to profile as module:function, not {target!r}")
+    if module_name.endswith(".py"):
+        file = Path(module_name)
+        raise TargetError(
+            f"name the module, not its file: {file.stem}:{path}, run in {file.parent.resolve()}"
+        )
+    if not all(part.isidentifier() for part in module_name.split(".")):
+        raise TargetError(f"{module_name!r} is no module's name: name one on Python's path, as train:profile")
     # As ``python -m`` has it; an installed entry point has not.
     if (here := os.getcwd()) not in sys.path:
         sys.path.insert(0, here)
@@ -116,16 +135,16 @@ def resolve(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         found = getattr(found, name)
     function = getattr(found, "__func__", found)
     if isinstance(function, Overlapped):
-        example = getattr(found, "example_args", None)
+        example, named = getattr(found, "example_args", None), f"{target}.example_args"
         if example is None:
             raise TargetError(
                 f"{target} has no arguments to run with: set its attribute example_args to a tuple, or to a "
                 "function that returns one; or name a function that returns (decorated function, arguments)"
             )
-        return found, _tuple(example() if callable(example) else example, f"{target}.example_args"), {}
+        return found, _tuple(_called(example, named) if callable(example) else example, named), {}
     if not callable(found):
         raise TargetError(f"{target} is no function but {type(found).__name__}")
-    given = found()
+    given = _called(found, target)
     if not isinstance(given, tuple) or len(given) not in (2, 3):
         raise TargetError(
             f"{target} must return (decorated function, arguments), not {type(given).__name__}"
@@ -135,6 +154,20 @@ def resolve(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     if not isinstance(kwargs, dict):
         raise TargetError(f"the keyword arguments of {target} must be a dict, not {type(kwargs).__name__}")
     return given[0], _tuple(given[1], f"the arguments of {target}"), kwargs
+
+
+def _called(function: Any, what: str) -> Any:
+    """What a function without arguments returns."""
+    try:
+        inspect.signature(function).bind()
+    except ValueError:
+        pass  # of some builtins there is no signature
+    except TypeError as error:
+        raise TargetError(
+            f"{what} takes arguments ({error}): name a function without, that returns (decorated function, "
+            "arguments)"
+        ) from error
+    return function()
 
 
 def _tuple(args: Any, what: str) -> tuple[Any, ...]:

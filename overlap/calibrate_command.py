@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from cost_model.calibration import Calibration
 from overlap.calibration import Progress, calibrate
+from overlap.output_file import check_writable
 from overlap.plain_text import PIPE_COLUMNS, columns, wrapped
 from overlap.units import digits, duration, percent
 
@@ -56,6 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         mesh_shape = _mesh(arguments.mesh)
         _join(arguments)
         main = jax.process_index() == 0
+        if main and arguments.out is not None:
+            check_writable(arguments.out)
         with _progress(main) as progress:
             found = calibrate(mesh_shape=mesh_shape, quick=arguments.quick, progress=progress)
         if main and arguments.out is not None:

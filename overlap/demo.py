@@ -62,12 +62,9 @@ PROGRAMS: Final = ("original", "overlapped")
 REPORT: Final = "overlap-report.html"
 """The page that the demo writes where it is run."""
 
-_COMPILE: Final = "compile-demo-for-tpu"
-"""The command, without help, with which the demo compiles one program in a process of its own."""
-
 
 def add_commands(commands: Any) -> None:
-    """Adds ``demo``, and the command with which it compiles for TPUs, to argparse's subcommands."""
+    """Adds ``demo`` to argparse's subcommands."""
     demo = commands.add_parser(
         "demo",
         help="train a decoder with and without the rewrite, and compile it for a TPU pod",
@@ -91,10 +88,6 @@ def add_commands(commands: Any) -> None:
     demo.set_defaults(
         run=lambda arguments: run(seed=arguments.seed, tpu=not arguments.no_tpu, report=arguments.report)
     )
-    compiler = commands.add_parser(_COMPILE)
-    compiler.add_argument("program", choices=PROGRAMS)
-    compiler.add_argument("timeline", type=Path)
-    compiler.set_defaults(run=lambda arguments: _compile_for_tpu(arguments.program, arguments.timeline))
 
 
 def run(*, seed: int = 0, tpu: bool = True, report: Path = Path(REPORT)) -> int:
@@ -364,7 +357,7 @@ def _compiled_for_tpu() -> tuple[dict[str, dict[str, Any] | str], dict[str, Time
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         processes = {}
         for name in PROGRAMS:
-            command = [sys.executable, "-m", "overlap", _COMPILE, name, str(folder / name)]
+            command = [sys.executable, "-m", "overlap.demo", name, str(folder / name)]
             processes[name] = stack.enter_context(
                 subprocess.Popen(
                     command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -408,3 +401,8 @@ def _status(console: Console, text: str) -> Iterator[None]:
             yield
     else:
         yield
+
+
+if __name__ == "__main__":
+    # The process that compiles one program for TPUs: ``_compiled_for_tpu`` starts it.
+    sys.exit(_compile_for_tpu(sys.argv[1], Path(sys.argv[2])))

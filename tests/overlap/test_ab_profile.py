@@ -456,6 +456,12 @@ def wrong(x):
 wrong.example_args = (jnp.ones((4, 4)),)
 NUMBER = 3
 
+hungry = overlap_collectives(jax.jit(lambda x: x))
+hungry.example_args = lambda rows: (jnp.ones((rows, 4)),)
+
+def needy(rows):
+    return ready, (jnp.ones((rows, 4)),)
+
 def bare():
     return step
 """
@@ -492,6 +498,10 @@ def test_a_target_gives_function_and_arguments(name: str) -> None:
         ("ab_script:step", "example_args"),
         ("ab_script:NUMBER", "no function but int"),
         ("ab_script:bare", "must return (decorated function, arguments)"),
+        ("ab_script:needy", "ab_script:needy takes arguments (missing a required argument: 'rows')"),
+        ("ab_script:hungry", "ab_script:hungry.example_args takes arguments"),
+        ("ab_script.py:profile", "name the module, not its file: ab_script:profile, run in "),
+        ("../t/ab_script:profile", "'../t/ab_script' is no module's name"),
     ],
 )
 def test_a_target_that_cannot_be_run_is_explained(
@@ -526,8 +536,19 @@ def test_the_command_s_status_tells_failures(capsys: pytest.CaptureFixture[str])
     assert "failed in compilation" in capsys.readouterr().out
     assert main(["ab", "ab_script:profile", "--rounds", "0"]) == 2
     assert "rounds must be 1 at least" in capsys.readouterr().err
-    assert main(["ab", "ab_script:profile", "--rounds", "1", "--json", "no/such/dir.json"]) == 2
-    assert "cannot write no/such/dir.json" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("script")
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_what_cannot_be_written_is_told_before_anything_runs(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from overlap.__main__ import main
+
+    monkeypatch.setattr("overlap.ab_command.ab_profile", lambda *_, **__: pytest.fail("it ran"))
+    for path, words in (("no/such/file", "No such file or directory"), (".", "Is a directory")):
+        assert main(["ab", "ab_script:profile", option, path]) == 2
+        assert f"cannot write {path}: {words}" in capsys.readouterr().err
 
 
 def test_a_process_that_turns_warnings_into_errors_survives_the_profiler(tmp_path: Path) -> None:

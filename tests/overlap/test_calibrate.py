@@ -303,13 +303,9 @@ open(f"{{sys.argv[2]}}/{{index}}.json", "w").write(found.to_json())
         out, errors = capsys.readouterr()
         assert out == "" and errors.startswith("overlap calibrate: ") and message in errors
 
-    def test_a_file_that_cannot_be_written_gives_a_sentence(
-        self,
-        tiny: Calibration,
-        monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
-        tmp_path: Path,
+    def test_a_file_that_cannot_be_written_gives_a_sentence_before_it_measures(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
-        monkeypatch.setattr("overlap.calibrate_command.calibrate", lambda **_: tiny)
+        monkeypatch.setattr("overlap.calibrate_command.calibrate", lambda **_: pytest.fail("it measured"))
         assert __main__.main(["calibrate", "--out", str(tmp_path / "no" / "where.json")]) == 2
-        assert "cannot be written" in capsys.readouterr().err
+        assert "cannot be written (No such file or directory)" in capsys.readouterr().err

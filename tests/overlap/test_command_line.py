@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from overlap import __main__
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PLAN = ["plan", "--pattern", "all_gather_dot", "--shape", "8192,8192,2048"]
 ON_V5P = ["--hardware", "tpu_v5p", "--axis-size", "16"]
@@ -34,3 +38,19 @@ def test_an_encoding_without_a_sign_gets_a_question_mark() -> None:
     done = run(subprocess.PIPE, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"?s" in done.stdout  # µs
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_full_disk_gives_a_sentence() -> None:
+    with open("/dev/full", "wb") as full:
+        done = run(full)
+    assert done.returncode == 2
+    assert done.stderr == b"overlap: the output cannot be written: No space left on device\n"
+
+
+def test_an_unknown_command_is_told_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        __main__.main(["compile"])
+    said = capsys.readouterr().err
+    assert all(name in said for name in ("demo", "ab", "inspect", "calibrate", "plan"))
+    assert "tpu" not in said

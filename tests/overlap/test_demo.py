@@ -102,7 +102,6 @@ class TestCommandLine:
         out = capsys.readouterr().out
         assert out.startswith("usage: python -m overlap")
         assert "demo" in out
-        assert "compile-demo-for-tpu" not in out
 
     def test_unknown_command_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as exit_:
