@@ -17,7 +17,7 @@ from overlap.agreement import Agreement
 from overlap.device_activity import Activity, CollectiveActivity
 from overlap.figures_table import figures_table
 from overlap.hlo.timeline import Timeline
-from overlap.plain_text import columns, plain_text
+from overlap.plain_text import columns, plain_text, printable
 from overlap.profile_events import Source
 from overlap.speedup import FEWEST, Speedup, Spread, spread
 
@@ -182,7 +182,7 @@ class ABReport:
         return f"Speed-up ×{ratio:.3f} ({interval}): overlapped is {verdict}, beyond noise."
 
     def __str__(self) -> str:
-        return self.text()
+        return printable(self.text())
 
     def text(self, width: int | None = None) -> str:
         """The report as plain text.

@@ -16,7 +16,7 @@ from cost_model import Hardware, hardware_of
 from overlap.decorator import Overlapped
 from overlap.exposure import by_exposed_time, hint
 from overlap.hlo.timeline import Timeline
-from overlap.plain_text import columns
+from overlap.plain_text import columns, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -63,7 +63,7 @@ class Inspection:
         return sum(len(timeline.collectives) for _, timeline in self.programs)
 
     def __str__(self) -> str:
-        return self.text()
+        return printable(self.text())
 
     def text(self, width: int | None = None) -> str:
         """The table as plain text.

@@ -26,6 +26,12 @@ def columns(not_a_terminal: int) -> int:
     return min(found, WIDEST) if sys.stdout.isatty() else not_a_terminal
 
 
+def printable(text: str) -> str:
+    """The text with question marks for signs that stdout lacks: `print` must not fail in a user's job."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, "replace").decode(encoding)
+
+
 def wrapped(text: str, width: int) -> str:
     """The text in lines that do not exceed ``width``.
 

@@ -12,7 +12,7 @@ import jax
 
 from cost_model import Estimate
 from overlap import units
-from overlap.plain_text import columns, plain_text
+from overlap.plain_text import columns, plain_text, printable
 from passes import Code, Reason, Site
 
 if TYPE_CHECKING:
@@ -32,12 +32,13 @@ WITH_TYPES: Final = 100
 """Columns from which the table has room for the collective's types."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report:
     """What is decided about every collective of one program; ``Overlapped.explain`` makes it.
 
     ``str(report)`` is a table that fits the terminal (100 columns where there is none), without colours;
-    ``rich.print(report)`` shows it in colour.
+    ``rich.print(report)`` shows it in colour, and a notebook as HTML. Where stdout's encoding lacks a sign,
+    ``str`` has a question mark; ``text`` has the sign.
 
     Attributes:
       sites: one per collective of the program, in program order.
@@ -65,8 +66,11 @@ class Report:
         """Modelled seconds that the rings save in one call: each site's benefit times how often it runs."""
         return sum((site.estimate.benefit_s * site.count for site in self.rewritten if site.estimate), 0.0)
 
+    def __repr__(self) -> str:
+        return f"<Report of {self._title}: {len(self.rewritten)} of {_counted(self.sites)} rewritten>"
+
     def __str__(self) -> str:
-        return self.text()
+        return printable(self.text())
 
     def text(self, width: int | None = None) -> str:
         """The table, its totals and the reasons, as plain text.
@@ -76,18 +80,33 @@ class Report:
         """
         return plain_text(self, width=columns(NOT_A_TERMINAL) if width is None else width)
 
+    def _repr_html_(self) -> str:
+        """The table, its totals and the reasons, in a notebook."""
+        from overlap.html_table import html_table
+
+        if not self.sites:
+            return html_table((), (), [self._nothing])
+        shorter = _shorter(self.sites)
+        below = [f"{self._title}: {self._totals}", self._note]
+        for code, numbers, sentence, details in _reasons(self.sites):
+            lines = [f"{code} ({_numbered(numbers)}): {shorter(sentence)}"]
+            lines += [f"{_ranges(where)}: {shorter(detail)}" for detail, where in details]
+            below.append("\n".join(lines))
+        rows = [_cells(number, site, shorter, " → ") for number, site in enumerate(self.sites, 1)]
+        return html_table(_COLUMNS, rows, below)
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         from rich.padding import Padding
         from rich.text import Text
 
         if not self.sites:
-            yield Text(f"{self._title}: no all_gather, reduce_scatter, psum or all_to_all in this program.")
+            yield Text(self._nothing)
             return
-        shorter = _Shorter(text for site in self.sites for text in (site.source, site.sentence))
+        shorter = _shorter(self.sites)
         yield _table(self.sites, shorter, options.max_width)
         yield Text()
         yield Text.assemble((f"{self._title}: ", "bold"), self._totals)
-        yield Text(_NOTE + (_WHILE if any("while" in site.path.split("/") for site in self.sites) else ""))
+        yield Text(self._note)
         for code, numbers, sentence, details in _reasons(self.sites):
             yield Text()
             yield Text.assemble((code, "bold"), f" ({_numbered(numbers)}): {shorter(sentence)}")
@@ -99,9 +118,16 @@ class Report:
         return self.name or "program"
 
     @property
+    def _nothing(self) -> str:
+        return f"{self._title}: no all_gather, reduce_scatter, psum or all_to_all in this program."
+
+    @property
+    def _note(self) -> str:
+        return _NOTE + (_WHILE if any("while" in site.path.split("/") for site in self.sites) else "")
+
+    @property
     def _totals(self) -> str:
-        collectives = "1 collective" if len(self.sites) == 1 else f"{len(self.sites)} collectives"
-        text = f"{len(self.rewritten)} of {collectives} rewritten"
+        text = f"{len(self.rewritten)} of {_counted(self.sites)} rewritten"
         priced = [(site.estimate, site.count) for site in self.rewritten if site.estimate]
         if priced:
             before_s = sum(estimate.original_s * count for estimate, count in priced)
@@ -162,35 +188,54 @@ _NOTE = (
 _WHILE = " The bodies of while loops are counted once."
 
 
+_COLUMNS = (
+    "#",
+    "collective\naxis (size) ×runs",
+    "where",
+    "operand\n→ result",
+    "decision\nreason",
+    "modelled µs\nschedule",
+)
+_TYPES, _DECISION = 3, 4
+
+
+def _cells(number: int, site: Site, shorter: _Shorter, to: str) -> tuple[str, ...]:
+    """What stands in each of the columns, in two lines."""
+    runs = f" ×{site.count}" if site.count != 1 else ""
+    file, function = _place(shorter(site.source))
+    return (
+        str(number),
+        f"{site.kind}\n{site.axis} ({site.axis_size}){runs}",
+        f"{file}\n{function}",
+        f"{site.operand}\n→ {site.result}",
+        f"{'rewritten' if site.rewritten else 'kept'}\n{site.reason}",
+        f"{_times(site.estimate, to)}\n{site.schedule}",
+    )
+
+
 def _table(sites: tuple[Site, ...], shorter: _Shorter, width: int) -> Table:
     """A row of two lines per site."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    roomy, with_types = width >= ROOMY, width >= WITH_TYPES
+    roomy = width >= ROOMY
+    shown = [column for column in range(len(_COLUMNS)) if column != _TYPES or width >= WITH_TYPES]
     # The box puts one column between two cells; a narrow terminal has no room for more.
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, int(roomy), 0, 0))
-    table.add_column("#", justify="right")
-    table.add_column("collective\naxis (size) ×runs", overflow="fold")
-    table.add_column("where", overflow="fold")
-    if with_types:
-        table.add_column("operand\n→ result", overflow="fold")
-    table.add_column("decision\nreason", overflow="fold")
-    table.add_column("modelled µs\nschedule", overflow="fold")
+    table.add_column(_COLUMNS[0], justify="right")
+    for column in shown[1:]:
+        table.add_column(_COLUMNS[column], overflow="fold")
     for number, site in enumerate(sites, 1):
-        runs = f" ×{site.count}" if site.count != 1 else ""
-        file, function = _place(shorter(site.source))
-        decision = ("rewritten", "bold green") if site.rewritten else ("kept", "yellow")
-        table.add_row(
-            Text(str(number)),
-            Text(f"{site.kind}\n{site.axis} ({site.axis_size}){runs}"),
-            Text(f"{file}\n{function}"),
-            *([Text(f"{site.operand}\n→ {site.result}")] if with_types else []),
-            Text.assemble(decision, f"\n{site.reason}"),
-            Text(f"{_times(site.estimate, ' → ' if roomy else '→')}\n{site.schedule}"),
-        )
+        cells = [Text(cell) for cell in _cells(number, site, shorter, " → " if roomy else "→")]
+        decision = cells[_DECISION]
+        decision.stylize("bold green" if site.rewritten else "yellow", 0, decision.plain.index("\n"))
+        table.add_row(*(cells[column] for column in shown))
     return table
+
+
+def _counted(sites: tuple[Site, ...]) -> str:
+    return "1 collective" if len(sites) == 1 else f"{len(sites)} collectives"
 
 
 def _times(estimate: Estimate | None, to: str) -> str:
@@ -228,6 +273,11 @@ class _Shorter:
 
     def __call__(self, text: str) -> str:
         return self._PATH.sub(lambda found: self.short.get(found[0], found[0]), text)
+
+
+def _shorter(sites: tuple[Site, ...]) -> _Shorter:
+    """Shortens what the table shows of these sites."""
+    return _Shorter(text for site in sites for text in (site.source, site.sentence))
 
 
 def _reasons(

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import math
+import re
 from typing import Any
 
 import pytest
@@ -65,6 +66,40 @@ sites = st.builds(
     estimate=st.none() | estimates,
 )
 reports = st.builds(Report, st.lists(sites, max_size=4).map(tuple), name=st.text())
+
+
+class TestNotebook:
+    def test_the_repr_is_short(self) -> None:
+        found = Report((site(), site(Code.NO_DOT)), name="step")
+        assert repr(found) == "<Report of step: 1 of 2 collectives rewritten>"
+
+    def test_it_is_shown_as_a_table_with_totals_and_reasons(self) -> None:
+        found = Report((site(), site(Code.NOT_PROFITABLE, "It stops at x.")), name="step")
+        shown = found._repr_html_()
+        assert shown.count("<tr>") == 3 and shown.count("<table>") == 1
+        for text in ("dot_reduce_scatter<br>tensor (16)", "decoder.py:1175<br>scatter_sequence"):
+            assert text in shown
+        assert "step: 1 of 2 collectives rewritten" in shown and "not_profitable (site 2): " in shown
+        assert "<table>" not in Report((), name="step")._repr_html_()
+
+    @given(reports)
+    def test_no_text_of_a_site_becomes_markup(self, report: Report) -> None:
+        hostile = "<script>alert(1)</script>"
+        sites = tuple(dataclasses.replace(s, source=hostile, axis=hostile) for s in report.sites)
+        tags = re.findall(r"<(\w+)", Report(sites, hostile)._repr_html_())
+        assert set(tags) <= {"div", "table", "thead", "tbody", "tr", "th", "td", "p", "br"}
+
+
+def test_printing_never_fails_for_want_of_a_sign(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A job of the user's that prints to a log in ASCII ended in a UnicodeEncodeError."""
+    report, log = Report((site(),), name="step"), io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", log)
+    print(report)
+    log.flush()
+    printed = log.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    assert "?s" in printed and "µs" in report.text()
 
 
 class TestTable:
