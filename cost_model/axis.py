@@ -41,7 +41,7 @@ class Axis:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ValueError(f"an axis has at least 1 device, got {self.size!r}")
+            raise ValueError(f"axis_size must be at least 1, got {self.size!r}")
 
     @classmethod
     def of(cls, topology: Topology, groups: tuple[tuple[int, ...], ...]) -> Axis:

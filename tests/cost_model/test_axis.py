@@ -21,7 +21,7 @@ def whole_slice(*shape: int) -> Axis:
 
 @pytest.mark.parametrize("size", [0, -1])
 def test_an_axis_has_a_device(size: int) -> None:
-    with pytest.raises(ValueError, match=f"at least 1 device, got {size}"):
+    with pytest.raises(ValueError, match=f"axis_size must be at least 1, got {size}"):
         Axis(V5P, size)
 
 
