@@ -90,7 +90,7 @@ class Report:
         below = [f"{self._title}: {self._totals}", self._note]
         for code, numbers, sentence, details in _reasons(self.sites):
             lines = [f"{code} ({_numbered(numbers)}): {shorter(sentence)}"]
-            lines += [f"{_ranges(where)}: {shorter(detail)}" for detail, where in details]
+            lines += [f"{units.ranges(where)}: {shorter(detail)}" for detail, where in details]
             below.append("\n".join(lines))
         rows = [_cells(number, site, shorter, " → ") for number, site in enumerate(self.sites, 1)]
         return html_table(_COLUMNS, rows, below)
