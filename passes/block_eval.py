@@ -212,12 +212,9 @@ def write(whole: Any, part: Any, starts: Mapping[int, Any], places: Places) -> A
     Of a write from constant starts TPU compilers make a loop, two or three times as long by their own
     estimates as the write by itself takes at the speed of the memory.
     """
-    kind = jax.typeof(whole)
     indices: list[Any] = [starts.get(dim, np.int32(0)) for dim in range(whole.ndim)]
-    if shims.on_tpu(kind):
+    if shims.on_tpu(jax.typeof(whole)):
         nothing = places.nothing
-        others = shims.varying_axes(jax.typeof(nothing)) - shims.varying_axes(kind)
-        nothing = shims.as_invarying(nothing, sorted(others)) if others else nothing
         indices = [lax.add(index, nothing) for index in indices]
     return lax.dynamic_update_slice(whole, part, indices, allow_negative_indices=False)
 

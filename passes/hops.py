@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, Final
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -89,12 +90,12 @@ class Places:
         XLA:CPU drops barriers before it orders a program; data alone keeps one thing behind another.
         """
         mixed = functools.reduce(jnp.bitwise_xor, map(first_bits, values))
-        return jnp.bitwise_and(mixed, self.nothing)
+        return _alike_everywhere(jnp.bitwise_and(mixed, self.nothing))
 
     @property
     def nothing(self) -> Any:
         """See `zero_of`."""
-        return zero_of(self.after(0))
+        return _alike_everywhere(zero_of(self.after(0)))
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -143,6 +144,12 @@ class Places:
 def zero_of(number: Any) -> Any:
     """An int32 0 of a device's number, which the compiler takes for anything: none has a sign bit."""
     return lax.shift_right_logical(number, np.int32(31))
+
+
+def _alike_everywhere(zero: Any) -> Any:
+    """The 0 with a type that says that no device has another: what it is added to keeps its type then."""
+    axes = shims.varying_axes(jax.typeof(zero))
+    return shims.as_invarying(zero, sorted(axes)) if axes else zero
 
 
 def first_bits(value: Any) -> Any:

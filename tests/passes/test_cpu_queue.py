@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from cost_model import Axis, by_name
 from passes.candidates import candidates
@@ -59,6 +61,24 @@ def test_values(name: str, schedule: RingSchedule, axis_size: int, dtype: str, c
 @pytest.mark.parametrize("name", ["gather_free", "gather_contracting"])
 def test_gradients_and_vmap(name: str, check_vma: bool) -> None:
     assert_gradients_and_vmap(name, 4, BLOCK, late(2), check_vma=check_vma)
+
+
+def test_what_is_placed_late_varies_over_no_more_than_before() -> None:
+    """Two dots wait for one another, of weights that differ along another axis and that do not."""
+
+    def body(x: Any, w: Any, v: Any) -> Any:
+        gathered = lax.all_gather(x, "x", tiled=True)
+        return gathered @ w, gathered @ v
+
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    specs = (P("x"), P(None, "y"), P())
+    function = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=(P("x", "y"), P("x"))))
+    given = arguments(((6, 8), (8, 6), (8, 4)), 1, "float32")
+    x, w, v = (each[0] for each in given)
+    with spmd.only_schedule(late(1)):
+        results = as_ring(function)(x, w, v)
+    for result, wanted in zip(results, function(x, w, v), strict=True):
+        np.testing.assert_allclose(result, wanted, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +193,7 @@ def test_what_was_sent_before_is_kept() -> None:
 
     found = bodies.matched(PATTERNS["gather_free"].body, *two_operands(), axis_size=4)
     mapped = spmd.mesh_of(4)
-    spec = jax.sharding.PartitionSpec("x")
+    spec = P("x")
     jaxpr = jax.make_jaxpr(jax.shard_map(copies, mesh=mapped, in_specs=spec, out_specs=spec))(jnp.ones(8))
     body = bodies.mapped_body(jaxpr)
     body = getattr(body, "jaxpr", body)
