@@ -237,16 +237,11 @@ def chain_scope(flow: Dataflow, chain: Chain) -> Iterator[None]:
 
 def tie(*values: Any) -> tuple[Any, ...]:
     """Makes each of the values wait for all of them, which keeps a hop beside the matmul to overlap."""
-    return tuple(lax.optimization_barrier(values))
+    return shims.barrier(*values)
 
 
 def tie_typed(flow: Dataflow, *values: Any) -> tuple[Any, ...]:
-    """The same, each value of the type that it has: jax 0.10 joins what they vary over.
-
-    What gives them back their types cannot be differentiated, so there such values are not held up.
-    """
-    before = [_varying(value) for value in values]
-    if flow.differentiable and len(set(before)) > 1:
+    """The same; values of different types are not held up in what jax is to differentiate."""
+    if flow.differentiable and len(set(map(_varying, values))) > 1:
         return values
-    joined = [(value, _varying(value) - axes) for value, axes in zip(tie(*values), before, strict=True)]
-    return tuple(shims.as_invarying(value, sorted(more)) if more else value for value, more in joined)
+    return tie(*values)

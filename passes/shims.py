@@ -20,7 +20,8 @@ from jax._src import source_info_util
 from jax._src.mesh import get_concrete_mesh
 from jax.extend import core as jex_core
 from jax.extend.core import primitives
-from jax.interpreters import batching, mlir
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, Mesh
 
 JaxprEqn = Any
@@ -175,6 +176,40 @@ def _invarying_primitive() -> jex_core.Primitive:
 
 
 _INVARYING = _invarying_primitive()
+
+
+def barrier(*values: Any) -> tuple[Any, ...]:
+    """``lax.optimization_barrier`` of values that keep their types: before jax 0.12 it joins those.
+
+    It makes each vary over all that another one varies over, and nothing public takes that back.
+    """
+    if jax.__version_info__ >= (0, 12) or len({varying_axes(jax.typeof(value)) for value in values}) < 2:
+        return tuple(lax.optimization_barrier(values))
+    return tuple(_BARRIER.bind(*values))
+
+
+def _barrier_primitive() -> jex_core.Primitive:
+    primitive = jex_core.Primitive("overlap_barrier")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *types: types)
+    primitive.def_impl(lambda *values: values)
+    mlir.register_lowering(primitive, lambda _, *values: stablehlo.OptimizationBarrierOp(values).results)
+
+    def batched(values: Any, dims: Any) -> Any:
+        return primitive.bind(*values), dims
+
+    def pushed(primals: Any, tangents: Any) -> Any:
+        return primitive.bind(*primals), barrier(*map(ad.instantiate_zeros, tangents))
+
+    batching.primitive_batchers[primitive] = batched
+    ad.primitive_jvps[primitive] = pushed
+    ad.primitive_transposes[primitive] = lambda cotangents, *_: barrier(
+        *map(ad.instantiate_zeros, cotangents)
+    )
+    return primitive
+
+
+_BARRIER = _barrier_primitive()
 
 
 def device_kind(aval: Any) -> str | None:

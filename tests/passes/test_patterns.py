@@ -165,6 +165,50 @@ def test_several_axes_at_once_major_to_minor(axes: tuple[str, ...], check_vma: b
     assert rest or size == 8
 
 
+def handed_out(x: Any, w: Any, v: Any) -> Any:
+    gathered = lax.all_gather(x, "x", tiled=True)
+    return gathered, gathered @ w
+
+
+def two_dots(x: Any, w: Any, v: Any) -> Any:
+    gathered = lax.all_gather(x, "x", tiled=True)
+    return gathered @ w, gathered @ v
+
+
+def a_dot_beside(x: Any, w: Any, v: Any) -> Any:
+    return lax.psum(jnp.tanh(x @ w), "x"), v.T @ v
+
+
+TYPED = {
+    handed_out: ((P("x"), P(None, "y"), P()), (P("x"), P("x", "y"))),
+    two_dots: ((P("x"), P(None, "y"), P()), (P("x", "y"), P("x"))),
+    a_dot_beside: ((P(None, "x"), P("x"), P()), (P(), P())),
+}
+"""Programs with values of different varying types in one ring, or beside it."""
+
+
+@pytest.mark.parametrize("hardware", ["tpu_v5p", "h100", "cpu"])
+@pytest.mark.parametrize("body", TYPED)
+def test_values_beside_each_other_keep_their_types(body: Callable[..., Any], hardware: str) -> None:
+    """What makes values wait for one another makes none vary over the axes of another."""
+    in_specs, out_specs = TYPED[body]
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    jitted = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+    ring = overlap.overlap_collectives(jitted, policy="always", strict=True, hardware=hardware)
+    given = tuple(RNG.normal(size=(8, 8)).astype(np.float32) for _ in range(3))
+    (site,) = ring.explain(*given).sites
+    assert site.rewritten
+
+    def gradients(function: Any) -> Any:
+        return jax.grad(lambda *xs: sum(jnp.sum(jnp.sin(y)) for y in function(*xs)), (0, 1, 2))
+
+    pairs = [(run(*given) for run in (ring, jitted)), (gradients(run)(*given) for run in (ring, jitted))]
+    pairs.append(jax.vmap(run)(*(np.stack([each, -each]) for each in given)) for run in (ring, jitted))
+    for results, expected in pairs:
+        for result, wanted in zip(results, expected, strict=True):
+            np.testing.assert_allclose(result, wanted, atol=1e-4)
+
+
 @VMA
 @pytest.mark.parametrize(
     "groups", [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[3, 0], [1, 2]], [[2, 0, 1, 3]]], ids=str
