@@ -28,6 +28,7 @@ X = RNG.normal(size=(4, 3, 5)).astype(np.float32)  # per device [m, k]
 W = RNG.normal(size=(4, 5, 6)).astype(np.float32)  # per device [k, n]
 V = RNG.normal(size=(4, 5, 4)).astype(np.float32)  # per device [k, n']
 Y = RNG.normal(size=(4, 12, 5)).astype(np.float32)  # per device [P m, k]
+S = RNG.normal(size=(4, 1)).astype(np.float32)  # per device, its own scale
 GATHERED = spmd.all_gather([x.astype(np.float64) for x in X], 0)
 
 
@@ -157,15 +158,15 @@ def test_a_dot_of_the_gathered_value_with_itself_is_left_alone() -> None:
 
 
 def test_a_dot_that_contracts_the_gathered_dim_of_both_operands_is_a_chain() -> None:
-    def body(x: Any) -> Any:
+    def body(x: Any, s: Any) -> Any:
         g = gather(x)
-        return jnp.tanh(g).T @ g
+        return jnp.tanh(g * s).T @ g
 
-    _, chain = the_chain(body, X)
+    _, chain = the_chain(body, X, S)
     (dot,) = chain.dots
     assert dot.dims.operand_dims == (1, 0) or dot.dims.operand_dims == (0, 0)
     assert dot.dims.result_dim is None
-    assert_right(body, (X,), lambda g: np.tanh(g).T @ g)
+    assert_right(body, (X, S), lambda g, s: np.tanh(g * s).T @ g)
 
 
 def test_queries_and_keys_of_one_gather_share_a_ring_and_their_product_is_left_out() -> None:
@@ -260,7 +261,6 @@ def test_a_value_that_grows_on_the_way_travels_while_it_is_small() -> None:
     assert_right(body, (X, W), lambda g, w: np.repeat(np.tanh(g)[:, None], 7, 1) @ w)
 
 
-S = RNG.normal(size=(4, 1)).astype(np.float32)  # per device, its own scale
 
 
 def by_argument(g: Any, s: Any) -> Any:
