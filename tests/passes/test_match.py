@@ -261,8 +261,6 @@ def test_a_value_that_grows_on_the_way_travels_while_it_is_small() -> None:
     assert_right(body, (X, W), lambda g, w: np.repeat(np.tanh(g)[:, None], 7, 1) @ w)
 
 
-
-
 def by_argument(g: Any, s: Any) -> Any:
     return g * s
 
