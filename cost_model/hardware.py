@@ -133,7 +133,6 @@ class Hardware:
             "devices_per_chip": self.devices_per_chip,
             "between_tiles": self.between_tiles,
             "joining": self.joining,
-            "slicing": self.slicing,
             **{f"peak_flops[{dtype!r}]": flops for dtype, flops in self.peak_flops},
             **{f"matmul_tile[{i}]": multiple for i, multiple in enumerate(self.matmul_tile)},
         }
@@ -143,7 +142,7 @@ class Hardware:
                     f"hardware {self.name!r}: {field} must be positive and finite, got {value!r}"
                 )
         not_negative = ("accumulator_on_chip_bytes", "results_on_chip", "placing_on_chip", "copy_overhead_s")
-        for field in (*not_negative, "clock_hz", "dcn_bytes_per_s", "dcn_latency_s"):
+        for field in (*not_negative, "slicing", "clock_hz", "dcn_bytes_per_s", "dcn_latency_s"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(

@@ -81,8 +81,8 @@ def _is_mapped_by_vmap(op: Op) -> bool:
     return any(isinstance(name, int) for name in (names if isinstance(names, tuple | list) else (names,)))
 
 
-def mesh_axes(op: Op) -> tuple[str, ...]:
-    """The mesh axes of a collective equation, major to minor; a single one may be named bare."""
+def mesh_axes(op: Any) -> tuple[str, ...]:
+    """The mesh axes of a collective (an equation or operation), major to minor; one may be named bare."""
     names = op.params["axes"] if "axes" in op.params else op.params["axis_name"]
     names = names if isinstance(names, tuple | list) else (names,)
     return tuple(str(name) for name in names if not isinstance(name, int))

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any
+
+from jax.extend import core as jex_core
 
 from passes import shims
 from passes.blocks import is_blockwise
 from passes.collective import Collective, mesh_axes
-from passes.graph import COLLECTIVES, GATHERS, REDUCTIONS, Dataflow, Op, Operand, equations
+from passes.graph import COLLECTIVES, GATHERS, REDUCTIONS, Dataflow, Operand
 
 _LOCAL = frozenset({"iota", "dot_general"})
-_OF_THE_DEVICE = frozenset({"axis_index", "ppermute", "pgather"}) | COLLECTIVES
+_OF_THE_DEVICE = frozenset({"axis_index", "ppermute", "pgather"}) | COLLECTIVES - GATHERS - REDUCTIONS
 """Equations that may give something else on each device, whatever they are given."""
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"})
+"""Equations that do no more than run a jaxpr of their operands."""
 
 
 class Invariance:
@@ -31,6 +36,8 @@ class Invariance:
         self._flow = flow
         self._given = given
         self._known: dict[tuple[str, ...], dict[int, bool]] = {}
+        self._bodies: dict[tuple[int, tuple[bool, ...], frozenset[str]], list[bool]] = {}
+        self._apart: dict[int, bool] = {}
 
     def over(self, collective: Collective) -> Callable[[Operand], bool]:
         """Tells whether an operand is known to be the same on all devices along the collective's axes."""
@@ -61,26 +68,55 @@ class Invariance:
                 known[value] = value in flow.constants or axes <= same
                 continue
             op = flow.ops[flow.producer[value]]
-            if op.name in COLLECTIVES:
-                whole = axes.issubset(mesh_axes(op)) and op.params.get("axis_index_groups") is None
-                known[value] = whole and op.name in GATHERS | REDUCTIONS
-            elif shims.has_effects(op.eqn) or not self._keeps(op):
+            unknown = [operand for operand in op.inputs if isinstance(operand, int) and operand not in known]
+            if self._given is None and not (op.name in COLLECTIVES | _LOCAL or is_blockwise(op.name)):
                 known[value] = False
-            else:
-                inputs = [operand for operand in op.inputs if isinstance(operand, int)]
-                unknown = [operand for operand in inputs if operand not in known]
+            elif unknown:
                 stack.extend(unknown)
-                if not unknown:
-                    known[value] = all(known[operand] for operand in inputs)
+            else:
+                given = [not isinstance(operand, int) or known[operand] for operand in op.inputs]
+                known.update(zip(op.outputs, self._results(op.eqn, given, axes), strict=True))
         return known[wanted]
 
-    def _keeps(self, op: Op) -> bool:
-        """Whether an operation makes the same of what is the same."""
-        if op.name in _LOCAL or is_blockwise(op.name):
-            return True
-        inner = (eqn for body in op.bodies for eqn in equations(body))
-        names = (op.name, *(eqn.primitive.name for eqn in inner))
-        return self._given is not None and _OF_THE_DEVICE.isdisjoint(names)
+    def _results(self, eqn: Any, given: Sequence[bool], axes: Set[str]) -> Sequence[bool]:
+        """Which results of an equation are the same along axes, if its operands are that are said to be."""
+        name, results = eqn.primitive.name, len(eqn.outvars)
+        if name in GATHERS | REDUCTIONS:
+            whole = axes <= set(mesh_axes(eqn)) and eqn.params.get("axis_index_groups") is None
+            return [whole or all(given)] * results
+        if shims.has_effects(eqn) or name in _OF_THE_DEVICE:
+            return [False] * results
+        bodies = () if is_blockwise(name) else tuple(jex_core.jaxprs_in_params(eqn.params))
+        if name in _CALLS and len(bodies) == 1:
+            return self._of_body(bodies[0], tuple(given), axes)
+        return [all(given) and not any(map(self._tells_devices_apart, bodies))] * results
+
+    def _of_body(self, jaxpr: Any, given: tuple[bool, ...], axes: Set[str]) -> Sequence[bool]:
+        """Which results of a jaxpr are the same; looked into once, however often it is called."""
+        body, _ = shims.open_jaxpr(jaxpr)
+        key = (id(body), given, frozenset(axes))
+        if key not in self._bodies:
+            same = {*body.constvars, *(var for var, told in zip(body.invars, given, strict=True) if told)}
+
+            def told(atom: Any) -> bool:
+                return shims.is_literal(atom) or atom in same
+
+            for eqn in body.eqns:
+                found = self._results(eqn, list(map(told, eqn.invars)), axes)
+                same.update(var for var, kept in zip(eqn.outvars, found, strict=True) if kept)
+            self._bodies[key] = list(map(told, body.outvars))
+        return self._bodies[key]
+
+    def _tells_devices_apart(self, jaxpr: Any) -> bool:
+        """Whether there is an equation in a jaxpr, or further in, that may."""
+        body, _ = shims.open_jaxpr(jaxpr)
+        if id(body) not in self._apart:
+            self._apart[id(body)] = any(
+                eqn.primitive.name in _OF_THE_DEVICE
+                or any(map(self._tells_devices_apart, jex_core.jaxprs_in_params(eqn.params)))
+                for eqn in body.eqns
+            )
+        return self._apart[id(body)]
 
 
 def settled(

@@ -93,7 +93,7 @@ def test_rates_and_times_must_be_positive_and_finite(field: str, value: float) -
         ({"accumulator_on_chip_bytes": math.nan}, "accumulator_on_chip_bytes"),
         ({"between_tiles": 0.0}, "between_tiles"),
         ({"joining": 0.0}, "joining"),
-        ({"slicing": 0.0}, "slicing"),
+        ({"slicing": -1.0}, "slicing"),
         ({"dcn_bytes_per_s": math.inf}, "dcn_bytes_per_s"),
         ({"dcn_latency_s": math.nan}, "dcn_latency_s"),
     ],

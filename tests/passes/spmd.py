@@ -102,7 +102,10 @@ def only_directions(directions: int) -> Iterator[None]:
 @contextlib.contextmanager
 def only_schedule(*schedules: RingSchedule) -> Iterator[None]:
     """Takes one of these schedules for every chain, whatever it is."""
-    with mock.patch("passes.prices.candidates", lambda *_, **__: schedules):
+    with (
+        mock.patch("passes.prices.candidates", lambda *_, **__: schedules),
+        mock.patch("passes.prices.as_run", lambda flow, chain, schedule: schedule),
+    ):
         yield
 
 

@@ -112,11 +112,12 @@ def test_what_is_around_a_chain_does_not_matter() -> None:
 
 def test_an_operand_used_twice_is_not_like_two_operands() -> None:
     def own(x: Any, w: Any) -> Any:
-        whole = lax.all_gather(x, "x", axis=0, tiled=True)
-        return whole.T @ whole, w
+        whole = lax.all_gather(x, "x", axis=0, tiled=True) * w[0, 0]
+        return lax.dot_general(whole, whole, (((0,), (0,)), ((), ()))), w
 
     def others(x: Any, w: Any) -> Any:
-        return lax.all_gather(x, "x", axis=0, tiled=True).T @ w
+        whole = lax.all_gather(x, "x", axis=0, tiled=True) * w[0, 0]
+        return lax.dot_general(whole, w, (((0,), (0,)), ((), ())))
 
     assert one(own, shard(16, 64), shard(64, 64)) != one(others, shard(16, 64), shard(64, 64))
 

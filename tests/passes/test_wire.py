@@ -60,7 +60,7 @@ def needed(x: Any, w: Any) -> Any:
 def shared(x: Any, w: Any, after: Callable[[Any], Any] = jnp.transpose) -> Any:
     """Two dots take the gathered value."""
     whole = gathered(x)
-    return whole @ w, after(whole) @ (w if after is jnp.tanh else jnp.ones((4 * SIZE, SIZE)))
+    return whole @ w, after(whole) @ (w if after is jnp.tanh else jnp.tile(w, (4, 1)))
 
 
 LARGE = ((SIZE, SIZE), (SIZE, SIZE))
