@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -75,17 +76,15 @@ def read_collective(flow: Dataflow, index: int) -> Collective | None:
     return Collective(index, kind, axes, size, mesh_sizes, groups, dim, tiled)
 
 
-def _is_mapped_by_vmap(op: Op) -> bool:
-    """Whether a collective is over dims of its operand too, of a vmap with an axis name."""
-    names = op.params["axes"] if "axes" in op.params else op.params["axis_name"]
-    return any(isinstance(name, int) for name in (names if isinstance(names, tuple | list) else (names,)))
-
-
 def mesh_axes(op: Any) -> tuple[str, ...]:
     """The mesh axes of a collective (an equation or operation), major to minor; one may be named bare."""
+    return tuple(str(axis) for axis in _axes(op) if not isinstance(axis, int))
+
+
+def _axes(op: Any) -> Iterable[Any]:
+    """All axes of a collective; a number is a dim of its operand, of a vmap with an axis name."""
     names = op.params["axes"] if "axes" in op.params else op.params["axis_name"]
-    names = names if isinstance(names, tuple | list) else (names,)
-    return tuple(str(name) for name in names if not isinstance(name, int))
+    return names if isinstance(names, tuple | list) else (names,)
 
 
 def unsupported(flow: Dataflow, collective: Collective) -> Reason | None:
@@ -95,7 +94,7 @@ def unsupported(flow: Dataflow, collective: Collective) -> Reason | None:
         return Reason(Code.UNUSED)
     if op.name not in _DECOMPOSED or len(op.outputs) != 1:
         return Reason(Code.UNSUPPORTED_COLLECTIVE, f"It is {op.name} of {len(op.outputs)} value(s).")
-    if _is_mapped_by_vmap(op):
+    if any(isinstance(axis, int) for axis in _axes(op)):
         return Reason(Code.UNSUPPORTED_COLLECTIVE, "It is over an axis of a vmap too.")
     if len({len(group) for group in collective.groups or ()}) > 1:
         return Reason(Code.UNSUPPORTED_GROUPS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from passes import shims
@@ -39,10 +38,11 @@ def match(jaxpr: Any) -> tuple[Match, ...]:
     return match_dataflow(dataflow(jaxpr))
 
 
-def match_dataflow(flow: Dataflow, given: Mapping[int, frozenset[str]] | None = None) -> tuple[Match, ...]:
+def match_dataflow(flow: Dataflow, replicas: Invariance | None = None) -> tuple[Match, ...]:
     """As ``match``, of a jaxpr that has been read already.
 
-    Of inputs of the graph ``given`` tells along which axes they are meant to be the same.
+    ``replicas`` tells what is meant to be the same on several devices, if anything is known of the graph's
+    inputs.
 
     The time is linear in its equations where what a collective gives soon meets a dot, as in layers.
     """
@@ -68,7 +68,8 @@ def match_dataflow(flow: Dataflow, given: Mapping[int, frozenset[str]] | None = 
 
     invariance = Invariance(flow)
     gathered = {c.op: c for c in open_ones if c.kind in ("all_gather", "all_to_all")}
-    replicas = Invariance(flow, given or {})
+    if replicas is None:
+        replicas = Invariance(flow, {})
     for op, chain in find_gather_chains(flow, gathered, invariance, replicas).items():
         note(op, chain)
     for collective in open_ones:

@@ -374,8 +374,7 @@ class _Planner:
         opaque: dict[int, tuple[Plan, ...]] = {}
         same = _steady_values(flow, steady)
         again = frozenset(flow.inputs[position] for position in lasting)
-        given = alike.of(flow)
-        invariance = Invariance(flow, given)
+        invariance = Invariance(flow, alike.of(flow))
         for index, op in enumerate(flow.ops):
             if not any(map(self._concerns, op.bodies)):
                 continue
@@ -398,7 +397,7 @@ class _Planner:
                 inner = self._bodies(op, path, same, mapped, within, read_again, replaceable=False)
                 opaque[index] = tuple(p for plans in inner.values() for p in plans)
         undecided = Plan(flow, path, (), (), bodies, opaque)
-        self.plans[key] = self._decided(undecided, same, replaceable, mapped, given, again)
+        self.plans[key] = self._decided(undecided, same, replaceable, mapped, invariance, again)
         return self.plans[key]
 
     def _bodies(
@@ -451,11 +450,11 @@ class _Planner:
         same: Set[int] | None,
         replaceable: bool,
         mapped: _Mapped | None,
-        given: Mapping[int, frozenset[str]],
+        replicas: Invariance,
         lasting: Set[int],
     ) -> Plan:
         flow = plan.flow
-        matches = match_dataflow(flow, given)
+        matches = match_dataflow(flow, replicas)
         if not matches:
             return plan.decided(())
         if not replaceable:
