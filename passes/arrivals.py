@@ -14,6 +14,7 @@ from passes.block_eval import (
     Piece,
     Read,
     accumulator_dtype,
+    added,
     as_varying,
     blank,
     blocks_of,
@@ -100,7 +101,7 @@ def put_together(
     for dot in chain.summed:
         (value,) = flow.ops[dot.op].outputs
         partial = lax.convert_element_type(made[value], accumulator_dtype(made[value].dtype))
-        results[value] = partial if value not in results else lax.add(results[value], partial)
+        results[value] = partial if value not in results else added(results[value], partial)
 
 
 def _place(

@@ -18,6 +18,7 @@ from passes.block_eval import (
     Piece,
     Read,
     accumulator_dtype,
+    added,
     as_varying,
     blank,
     blocks_of,
@@ -250,7 +251,7 @@ class _Ring:
         partial = at_hand[value]
         if dot.dims.result_dim is None:
             partial = lax.convert_element_type(partial, accumulator_dtype(partial.dtype))
-            results[number] = lax.add(results[number], partial) if number in results else partial
+            results[number] = added(results[number], partial) if number in results else partial
             return
         whole = results[value] if value in results else blank(self.flow, value)
         starts: list[Any] = [np.int32(0)] * whole.ndim

@@ -15,6 +15,7 @@ from passes.block_eval import (
     Piece,
     Read,
     accumulator_dtype,
+    added,
     as_varying,
     blank_of,
     blocks_of,
@@ -268,7 +269,7 @@ class _Pipeline:
             received, partial = tie(received, partial)
         if received is None:
             return partial
-        return lax.add(lax.convert_element_type(received, partial.dtype), partial)
+        return added(lax.convert_element_type(received, partial.dtype), partial)
 
     def _piece(self, part: Part, distance: int, number: Any) -> _ChunkPiece:
         within = number if self.cut_across is None else 0

@@ -20,6 +20,7 @@ from passes.block_eval import (
     Piece,
     Read,
     accumulator_dtype,
+    added,
     blank,
     blank_of,
     blocks_of,
@@ -202,7 +203,7 @@ class _Ring:
             return partial
         if not self.sum_first:
             received, partial = tie(received, partial)
-        return lax.add(lax.convert_element_type(received, partial.dtype), partial)
+        return added(lax.convert_element_type(received, partial.dtype), partial)
 
     def _column(self, cut: Across, column: Part) -> Read:
         """Reads of the operand that is cut across only one piece's part."""

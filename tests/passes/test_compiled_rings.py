@@ -215,6 +215,20 @@ def test_where_blocks_are_is_computed_from_scalars(form: str) -> None:
 
 
 @needs_libtpu
+@pytest.mark.parametrize("name", [name for name in FORMS if name.startswith("sums")])
+def test_sums_are_added_up_in_the_matmuls(name: str) -> None:
+    """Else every sum is read and written apart, in each step."""
+    module = compiled()[name]
+    apart = [
+        instruction
+        for computation in runs(module)
+        for instruction in module.computations[computation].instructions
+        if instruction.opcode == "add" and any(array.size > 1 for array in instruction.shape.arrays)
+    ]
+    assert not apart
+
+
+@needs_libtpu
 def test_blocks_that_are_cut_apart_are_cut_out_step_by_step() -> None:
     """Else one fusion makes the blocks of all steps, and all of them are kept."""
     module = compiled()["activated sums of blocks cut apart"]
