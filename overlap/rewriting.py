@@ -64,7 +64,7 @@ class Rewriter:
                 return None, plan
             run = passes.rewritten(plan) if plan.changes else shims.calling(jaxpr, self.name)
             if guarded:
-                run = passes.with_derivative_of(jaxpr, run, self._rewrite_derivative, self.failed)
+                run = self._with_derivative(jaxpr, run)
             return self._jitted(run, jaxpr, arguments), plan
 
     def log(self, plan: passes.Plan) -> None:
@@ -104,13 +104,18 @@ class Rewriter:
         plan = by(self._policy)
         return plan if self._try_out is None else passes.tried_whole(plan, by("auto"), self._try_out)
 
+    def _with_derivative(self, jaxpr: Any, run: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        """A rewritten program whose derivative, and the derivative's own, are rewritten in their turn."""
+        return passes.with_derivative_of(jaxpr, run, self._rewrite_derivative, self.failed)
+
     def _rewrite_derivative(self, jaxpr: Any) -> Callable[..., list[Any]]:
         """A part of the program's derivative, rewritten; as it is if the pass fails on it."""
         try:
-            plan = self._plan(jaxpr, differentiable=True)
+            plan = self._plan(jaxpr, differentiable=False)
             self.log(plan)
             if plan.changes:
-                return self._jitted(passes.rewritten(plan), jaxpr, jaxpr.in_avals)
+                run = self._with_derivative(jaxpr, passes.rewritten(plan))
+                return self._jitted(run, jaxpr, jaxpr.in_avals)
         except Exception as error:
             self.failed(error)
         return jex_core.jaxpr_as_fun(jaxpr)  # type: ignore[no-any-return]
