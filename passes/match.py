@@ -49,6 +49,9 @@ def match_dataflow(flow: Dataflow, replicas: Invariance | None = None) -> tuple[
     collectives = [c for i in range(len(flow.ops)) if (c := read_collective(flow, i)) is not None]
     if not collectives:
         return ()
+    if (shape := _symbolic_shape(flow)) is not None:
+        unknown = Reason(Code.SYMBOLIC_SHAPE, f"One of its shapes is ({', '.join(map(str, shape))}).")
+        return tuple(Match(collective, unknown) for collective in collectives)
     found: dict[int, list[Chain]] = {}
     reasons: dict[int, list[Reason]] = {}
     open_ones: list[Collective] = []
@@ -82,6 +85,12 @@ def match_dataflow(flow: Dataflow, replicas: Invariance | None = None) -> tuple[
     for op, outcome in _psum_chains(flow, psums, invariance, replicas):
         note(op, outcome)
     return tuple(Match(c, tuple(found[c.op]) or reasons[c.op][0]) for c in collectives)
+
+
+def _symbolic_shape(flow: Dataflow) -> tuple[Any, ...] | None:
+    """A shape of the graph that has a dim without a number (``jax.export.symbolic_shape``); None without."""
+    shapes = (getattr(aval, "shape", ()) for aval in flow.avals)
+    return next((shape for shape in shapes if not all(isinstance(size, int) for size in shape)), None)
 
 
 def _psum_chains(

@@ -31,6 +31,7 @@ class Code(StrEnum):
     UNSUPPORTED_DTYPE = "unsupported_dtype"
     AXIS_SIZE_ONE = "axis_size_one"
     EMPTY = "empty"
+    SYMBOLIC_SHAPE = "symbolic_shape"
     UNUSED = "unused"
     EXPLICIT_SHARDING = "explicit_sharding"
     OPAQUE_CALL = "opaque_call"
@@ -65,6 +66,7 @@ _SENTENCES = {
     Code.UNSUPPORTED_DTYPE: "The collective's element type has no arithmetic that a ring could use.",
     Code.AXIS_SIZE_ONE: "The mesh axis has one device: nothing is communicated.",
     Code.EMPTY: "An array of the chain has no elements.",
+    Code.SYMBOLIC_SHAPE: "The program around it is traced for sizes not yet known: no ring can be chosen.",
     Code.UNUSED: "Nothing uses its result; compilers drop it.",
     Code.EXPLICIT_SHARDING: "A value of the chain is also sharded over an axis of type Explicit.",
     Code.REPLICATED: (

@@ -60,10 +60,12 @@ class Example:
         return [(f[1], f[2], int(f[3] or 1)) for f in found if f]
 
     @property
-    def shards(self) -> list[tuple[tuple[int, ...], str]]:
+    def shards(self) -> list[tuple[tuple[Any, ...], str]]:
         """Shape and dtype of each argument on one device."""
-        found = re.findall(r"\w+ ?(\w*)\[([\d, ]+)\]", self.one("shards", ""))
-        return [(tuple(map(int, shape.split(","))), dtype or "float32") for dtype, shape in found]
+        found = re.findall(r"\w+ ?(\w*)\[([\w, ]+)\]", self.one("shards", ""))
+        scope = jax.export.SymbolicScope()
+        shapes = [tuple(jax.export.symbolic_shape(shape, scope=scope)) for _, shape in found]
+        return [(shape, dtype or "float32") for shape, (dtype, _) in zip(shapes, found, strict=True)]
 
     def names(self) -> dict[str, Any]:
         """What the code defines, run after the page's first block; its lines are the page's."""
@@ -140,7 +142,7 @@ def mapped(example: Example, names: dict[str, Any], *, check_vma: bool) -> tuple
     return function, mesh, NamedSharding(mesh, spec)
 
 
-def stacks(example: Example, sharding: NamedSharding) -> list[tuple[tuple[int, ...], str]]:
+def stacks(example: Example, sharding: NamedSharding) -> list[tuple[tuple[Any, ...], str]]:
     """Shape and dtype of each argument with the shards of all devices stacked along a leading dim."""
     devices = math.prod(sharding.mesh.shape[name] for name in sharding.spec[0])
     return [((devices, *shape), dtype) for shape, dtype in example.shards]

@@ -204,6 +204,18 @@ def test_eval_shape_on_either_side() -> None:
     assert decorated(*REF.arguments).shape == (8, 6)
 
 
+@pytest.mark.parametrize("policy", ["auto", "always", "never", "verify"])
+def test_a_program_of_symbolic_shapes_is_exported_as_written(policy: Any) -> None:
+    (batch,) = jax.export.symbolic_shape("batch")
+    x, w, v = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in REF.arguments)
+    shapes = jax.ShapeDtypeStruct((4 * batch, x.shape[1]), x.dtype), w, v
+    decorated = always(jax.jit(mlp()), policy=policy, hardware="tpu_v5p")
+    derivative = jax.jit(jax.grad(lambda *args: decorated(*args).sum(), argnums=(0, 1, 2)))
+    for function in (decorated, derivative):
+        assert "permute" not in str(jax.export.export(function)(*shapes).mlir_module())
+    assert [site.reason for site in decorated.explain(*shapes).sites] == ["symbolic_shape"] * 2
+
+
 def test_weak_types_survive() -> None:
     jitted = jax.jit(lambda s, x, w, v: (2.0 * s, mlp()(x, w, v) * s))
     shapes = jax.eval_shape(always(jitted), 3.0, *REF.arguments)
