@@ -57,7 +57,8 @@ def overlap_collectives(
 
     Args:
       fun: the function. Its jit options (static arguments, donation, shardings, layouts, compiler options, …)
-        are kept. A function that was decorated already is decorated anew, with these arguments.
+        are kept. A function that was decorated already is decorated anew, with these arguments. A bound
+        method gives a bound method.
       hardware: what the cost model prices for: None (from the devices of the mesh), a name such as
         ``"tpu_v5p"``, a file that ``python -m overlap calibrate`` wrote, or a ``cost_model.Hardware``. A file
         of another kind of device than the mesh's is an error of the call that traces the function.
@@ -85,6 +86,10 @@ def overlap_collectives(
     given = given_hardware(hardware)
 
     def decorate(fun: Callable[..., Any]) -> Overlapped:
+        function: Any = getattr(fun, "__func__", None)
+        if isinstance(function, Overlapped) or shims.is_jitted(function):
+            # The numbers of static and donated arguments count the instance, so it is bound again.
+            return decorate(function).__get__(fun.__self__)  # type: ignore[attr-defined, no-any-return]
         if not callable(fun):
             raise TypeError(f"overlap_collectives takes a function, not {type(fun).__name__}")
         if _is_wrapped_elsewhere(fun):
@@ -239,6 +244,7 @@ class _Method:
         self.__func__ = function
         self.__self__ = instance
         self.original = functools.partial(function.original, instance)
+        self.hardware = function.hardware
         self.trace = functools.partial(function.trace, instance)
         self.lower = functools.partial(function.lower, instance)
         self.eval_shape = functools.partial(function.eval_shape, instance)

@@ -371,7 +371,7 @@ EXPLICIT_STARTS = _START is not None
 """Whether this jax can start hops explicitly at all."""
 
 
-def is_jitted(fun: Callable[..., Any]) -> bool:
+def is_jitted(fun: Any) -> bool:
     """Whether ``fun`` came out of ``jax.jit``."""
     return hasattr(fun, "_jit_info") and hasattr(fun, "__wrapped__")
 

@@ -158,6 +158,23 @@ def test_methods_bind_and_so_do_their_attributes() -> None:
     assert Layer.apply._cache_size() == 0
 
 
+def test_a_bound_method_is_decorated_with_its_options() -> None:
+    class Layer:
+        @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+        def apply(self, x: Any) -> Any:
+            return x + 1
+
+        again = overlap_collectives(apply, policy="never", hardware="tpu_v5p")
+
+    layer = Layer()
+    for method in (layer.apply, layer.again):
+        decorated = always(method)
+        x = jnp.ones(3)
+        np.testing.assert_array_equal(decorated(x), 2 * np.ones(3))
+        assert x.is_deleted()
+        assert decorated.__self__ is layer and decorated.hardware is None
+
+
 def test_a_method_of_a_pytree_class_takes_self_as_an_argument() -> None:
     @functools.partial(jax.tree_util.register_dataclass, data_fields=["w", "v"], meta_fields=[])
     class Weights:
