@@ -312,12 +312,15 @@ def _dots(chain: PlainChain, axis: Axis, collective_s: float) -> tuple[DotTerm, 
 
 def _dot(matmul: Matmul, whole: Whole, hardware: Hardware) -> DotTerm:
     on_chip_s = matmul_s(matmul, hardware, lhs_on_chip=True, rhs_on_chip=True, result_on_chip=True)
+    # What is found on chip is not waited for by the least matmul either.
+    lhs, rhs = "lhs" in whole.on_chip, "rhs" in whole.on_chip
+    least = Matmul(m=1, k=1, n=1, dtype=matmul.dtype)
     return DotTerm(
         matmul=matmul,
         seconds=whole.seconds,
         on_chip=whole.on_chip,
         waited_s=whole.waited_s,
-        overhead_s=matmul_s(Matmul(m=1, k=1, n=1, dtype=matmul.dtype), hardware),
+        overhead_s=matmul_s(least, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs),
         efficiency=matmul.flops / hardware.flops_for(matmul.dtype) / whole.seconds,
         bound="memory" if on_chip_s < WAITING * whole.seconds else "compute",
     )

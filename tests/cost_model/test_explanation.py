@@ -90,6 +90,13 @@ class TestTerms:
             of_peak = 2 * 8192 * 8192 * 2048 / by_name("tpu_v5p").flops_for("bfloat16")
             assert found.dots[0].efficiency == pytest.approx(of_peak / found.dots[0].seconds)
 
+    @pytest.mark.parametrize("hardware", names())
+    @pytest.mark.parametrize("pattern", PATTERNS)
+    def test_no_dot_is_shorter_than_what_any_matmul_costs(self, pattern: Any, hardware: str) -> None:
+        for dtype in ("bfloat16", "int8", "float64"):
+            (dot,) = explain(chain_of(pattern, 64, 64, 64, dtype=dtype), Axis(by_name(hardware), 4)).dots
+            assert 0 <= dot.overhead_s <= dot.seconds
+
     def test_what_may_be_rounded_says_that_it_is(self) -> None:
         found = explain(chain_of("all_gather_dot", 1024, 640, 640, dtype="float32"), RING)
         assert found.collective.full_bytes == 1024 * 640 * 2
