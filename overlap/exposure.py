@@ -99,8 +99,8 @@ def is_exposed(collective: CollectiveTime) -> bool:
 
 
 def by_exposed_time(timeline: Timeline) -> list[CollectiveTime]:
-    """The collectives, the most exposed first; equals in order of start."""
-    return sorted(timeline.collectives, key=lambda c: (-c.exposed_s, c.start_s))
+    """The collectives, the most exposed first; equals, but for rounding, in order of start."""
+    return sorted(timeline.collectives, key=lambda c: (-round(c.exposed_s / ROUNDING_S), c.start_s))
 
 
 def streams(timeline: Timeline) -> dict[str, list[list[Event]]]:

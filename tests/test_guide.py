@@ -7,8 +7,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import overlap
 
 ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "guide.md").read_text()
@@ -51,3 +54,12 @@ def test_the_report_is_what_the_program_prints(printed: tuple[str, str]) -> None
 
 def test_the_site_that_is_kept_is_in_the_report_of_fewer_rows(printed: tuple[str, str]) -> None:
     assert " ".join(block("text", "1  all_gather_dot").split()) in " ".join(printed[1].split())
+
+
+def test_the_collectives_of_the_compiled_program_are_those_that_inspect_lists() -> None:
+    names: dict[str, Any] = {}
+    exec(compile(block("python", "import jax"), str(ROOT / "train.py"), "exec"), names)
+    found = str(overlap.inspect(names["step"].original, *names["shapes"](), hardware="tpu_v5p"))
+    # Compute is as the version of XLA's CPU compiler has it.
+    _, listed = block("text", "before (jit_step)").split("in\nflight.\n")
+    assert " ".join(listed.split()) in " ".join(found.split())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from overlap.exposure import ITERATIONS, WAIT, by_exposed_time, gaps, hint, streams
@@ -103,3 +105,9 @@ class TestHints:
     def test_the_most_exposed_come_first(self) -> None:
         some = [collective(f"c{e}{s}", "all-gather", s, s + 5, e) for e, s in ((1, 0), (3, 9), (3, 4))]
         assert [c.name for c in by_exposed_time(timeline([], some, 20))] == ["c34", "c39", "c10"]
+
+    def test_equals_that_rounding_tells_apart_are_in_order_of_start(self) -> None:
+        some = [collective("first", "all-gather", 0, 30, 30), collective("second", "all-gather", 40, 70, 30)]
+        some[1] = dataclasses.replace(some[1], exposed_s=some[1].exposed_s * (1 + 1e-15))
+        assert some[1].exposed_s > some[0].exposed_s
+        assert [c.name for c in by_exposed_time(timeline([], some, 70))] == ["first", "second"]
