@@ -24,7 +24,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cost_model.topology import Coords, Topology
+from cost_model.hardware import Hardware
+from cost_model.topology import Coords, Place, Topology
 
 Groups = Sequence[Sequence[int]]
 
@@ -84,10 +85,26 @@ class _Network:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """A set of devices, as how many it has of each group, and the bandwidth of the links that lead there."""
+    """What has to come into a set of devices, and what leads there; how fast that is, hardware says.
 
-    inside: Mapping[int, int]
-    bytes_per_s: float
+    Attributes:
+      gathered: bytes that an all_gather brings, per byte of V, of all groups together.
+      exchanged: those that an all_to_all brings.
+      links: links of an axis, one way.
+      memories: a chip's main memory, between the devices of one chip.
+      hosts: devices' shares of the network between slices or hosts.
+    """
+
+    gathered: float
+    exchanged: float
+    links: int = 0
+    memories: int = 0
+    hosts: int = 0
+
+    def bytes_per_s(self, hardware: Hardware) -> float:
+        """The bandwidth into it."""
+        near = self.links * hardware.axis_bytes_per_s + self.memories * hardware.hbm_bytes_per_s
+        return near + self.hosts * hardware.dcn_bytes_per_s
 
 
 def _gather_s(full_bytes: float, network: _Network, book: bool) -> float:
@@ -110,68 +127,89 @@ def _network(groups: tuple[tuple[int, ...], ...], topology: Topology) -> _Networ
         raise ValueError(f"device {twice[0]} is in two groups, or twice in one")
     if outside := [device for device in devices if not 0 <= device < topology.size]:
         raise ValueError(f"device {outside[0]} is not one of the {topology.size} of {topology}")
-    sizes = list(map(len, groups))
     gather_s = exchange_s = 0.0
-    for cut in _cuts(groups, topology):
-        lacking = crossing = 0.0
-        for number, inside in cut.inside.items():
-            size = sizes[number]
-            lacking += (size - inside) / size
-            crossing += inside * (size - inside) / size**2
-        if lacking:
-            gather_s = max(gather_s, lacking / cut.bytes_per_s)
-            exchange_s = max(exchange_s, crossing / cut.bytes_per_s)
+    for cut in _cuts(groups, topology.places, topology.shape, topology.wraparound):
+        bytes_per_s = cut.bytes_per_s(topology.hardware)
+        gather_s = max(gather_s, cut.gathered / bytes_per_s)
+        exchange_s = max(exchange_s, cut.exchanged / bytes_per_s)
     latency_s = max((_latency_s(group, topology) for group in groups), default=0.0)
     return _Network(gather_s, exchange_s, latency_s, _book_share(groups, topology))
 
 
-def _cuts(groups: tuple[tuple[int, ...], ...], topology: Topology) -> Iterator[_Cut]:
-    """Sets of devices that a collective may have to squeeze into: one device, a host, a box of chips."""
-    hardware = topology.hardware
+@functools.lru_cache(maxsize=64)
+def _cuts(
+    groups: tuple[tuple[int, ...], ...],
+    places: tuple[Place, ...],
+    shape: tuple[int, ...],
+    wraparound: tuple[bool, ...],
+) -> tuple[_Cut, ...]:
+    """Sets of devices that a collective may have to squeeze into: one device, a host, a box of chips.
+
+    Of a pod they are many, and nearly all alike; and they are the same however fast its links are.
+    """
+    sizes = list(map(len, groups))
+
+    def cut(inside: Mapping[int, int], **leads: int) -> _Cut:
+        counts = [(count, sizes[number]) for number, count in inside.items()]
+        gathered = sum((size - count) / size for count, size in counts)
+        return _Cut(gathered, sum(count * (size - count) / size**2 for count, size in counts), **leads)
+
     of_chip: dict[tuple[int, Coords], Counter[int]] = {}
     of_domain: dict[int, Counter[int]] = {}
     for number, group in enumerate(groups):
         for device in group:
-            place = topology.places[device]
+            place = places[device]
             of_chip.setdefault((place.domain, place.coords), Counter())[number] += 1
             of_domain.setdefault(place.domain, Counter())[number] += 1
     # A group within one slice or host leaves the network between them alone.
-    spread = {n for n, group in enumerate(groups) if len({topology.places[d].domain for d in group}) > 1}
-    outside = {number: hardware.dcn_bytes_per_s for number in spread}
-    apart = {n for n, group in enumerate(groups) if len({topology.places[d].coords for d in group}) > 1}
+    spread = {n for n, group in enumerate(groups) if len({places[d].domain for d in group}) > 1}
+    apart = {n for n, group in enumerate(groups) if len({places[d].coords for d in group}) > 1}
+    found: list[_Cut] = []
     for (_, coords), inside in of_chip.items():
-        links = len(list(topology.neighbours(coords))) if topology.shape else 1
+        links = _links(coords, shape, wraparound) if shape else 1
         for number, count in inside.items():
             if count > 1:
-                near = links * hardware.axis_bytes_per_s if number in apart or not topology.shape else 0.0
-                chip = hardware.hbm_bytes_per_s if topology.shape else 0.0
-                yield _Cut({number: 1}, near + chip + outside.get(number, 0.0))
+                near = links if number in apart or not shape else 0
+                found.append(
+                    cut({number: 1}, links=near, memories=int(bool(shape)), hosts=int(number in spread))
+                )
     for domain, inside in of_domain.items():
         crossing = {number: count for number, count in inside.items() if number in spread}
         if crossing:
-            yield _Cut(crossing, sum(crossing.values()) * hardware.dcn_bytes_per_s)
-        if topology.shape:
+            found.append(cut(crossing, hosts=sum(crossing.values())))
+        if shape:
             chips = {coords: numbers for (of, coords), numbers in of_chip.items() if of == domain}
-            yield from _boxes(chips, _strides(groups, topology), outside, topology)
+            for boxed, links in _boxes(chips, _strides(groups, places, shape), shape, wraparound):
+                hosts = sum(count for number, count in boxed.items() if number in spread)
+                found.append(cut(boxed, links=links, hosts=hosts))
+    return tuple(dict.fromkeys(each for each in found if each.gathered))
+
+
+def _links(coords: Coords, shape: tuple[int, ...], wraparound: tuple[bool, ...]) -> int:
+    """The links into one chip."""
+    along = zip(coords, shape, wraparound, strict=True)
+    return sum(2 if wraps else (at > 0) + (at + 1 < length) for at, length, wraps in along)
 
 
 def _boxes(
     chips: Mapping[Coords, Counter[int]],
     strides: Sequence[int],
-    outside: Mapping[int, float],
-    topology: Topology,
-) -> Iterator[_Cut]:
-    """Boxes of chips of one slice with the bandwidth into them; half a slice only along one dimension."""
-    link = topology.hardware.axis_bytes_per_s
+    shape: tuple[int, ...],
+    wraparound: tuple[bool, ...],
+) -> Iterator[tuple[Counter[int], int]]:
+    """Boxes of chips of one slice, as how many devices they have of each group, and the links into them.
+
+    Half a slice only along one dimension.
+    """
     spans = [
         list(_spans(length, wraps, {1, 2, stride}))
-        for length, wraps, stride in zip(topology.shape, topology.wraparound, strides, strict=True)
+        for length, wraps, stride in zip(shape, wraparound, strides, strict=True)
     ]
-    everything = [(tuple(range(length)), 0) for length in topology.shape]
+    everything = [(tuple(range(length)), 0) for length in shape]
     boxes = itertools.product(*([*some, whole] for some, whole in zip(spans, everything, strict=True)))
     halves = (
         (*everything[:dim], half, *everything[dim + 1 :])
-        for dim, (length, wraps) in enumerate(zip(topology.shape, topology.wraparound, strict=True))
+        for dim, (length, wraps) in enumerate(zip(shape, wraparound, strict=True))
         for half in list(_spans(length, wraps, {length // 2}))[:: max(1, length // 16)]
     )
     for box in itertools.chain(boxes, halves):
@@ -182,8 +220,7 @@ def _boxes(
             if coords in chips:
                 inside.update(chips[coords])
         if inside and links:
-            beyond = sum(count * outside.get(number, 0.0) for number, count in inside.items())
-            yield _Cut(inside, links * link + beyond)
+            yield inside, links
 
 
 def _spans(length: int, wraps: bool, counts: set[int]) -> Iterator[tuple[tuple[int, ...], int]]:
@@ -194,13 +231,15 @@ def _spans(length: int, wraps: bool, counts: set[int]) -> Iterator[tuple[tuple[i
             yield values, 2 if wraps else (start > 0) + (start + count < length)
 
 
-def _strides(groups: tuple[tuple[int, ...], ...], topology: Topology) -> list[int]:
+def _strides(
+    groups: tuple[tuple[int, ...], ...], places: tuple[Place, ...], shape: tuple[int, ...]
+) -> list[int]:
     """Per dimension, the distance at which a group's chips follow each other; 1 if it has but one there."""
     strides = []
-    for dim in range(len(topology.shape)):
+    for dim in range(len(shape)):
         stride = 1
         for group in groups:
-            values = sorted({topology.places[device].coords[dim] for device in group})
+            values = sorted({places[device].coords[dim] for device in group})
             stride = max([stride, *(b - a for a, b in itertools.pairwise(values))])
         strides.append(stride)
     return strides

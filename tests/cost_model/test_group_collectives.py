@@ -1,5 +1,6 @@
 """Collectives over groups of devices, against the scaling book's numbers and links counted by hand."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_model import Hardware, by_name, collectives
+from cost_model import Hardware, by_name, collectives, group_collectives
 from cost_model.group_collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
 from cost_model.topology import Topology
 
@@ -188,6 +189,15 @@ def test_impossible_groups_and_bytes_are_refused(
 ) -> None:
     with pytest.raises(ValueError):
         collective(full_bytes, groups, Topology.axis(4, _V4))
+
+
+def test_a_pods_cuts_are_found_once_however_fast_its_links_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = along((4, 4), (0,))
+    before_s = all_gather_s(1e9, groups, Topology.torus((4, 4), _V5E))
+    faster = dataclasses.replace(_V5E, link_bytes_per_s=2 * _V5E.link_bytes_per_s)
+    monkeypatch.setattr(group_collectives, "_boxes", None)
+    after_s = all_gather_s(1e9, groups, Topology.torus((4, 4), faster))
+    assert after_s == pytest.approx(before_s / 2)
 
 
 @given(st.permutations(range(16)), st.sampled_from([2, 4, 8, 16]), st.sampled_from([(4, 4), (2, 8), (16,)]))
