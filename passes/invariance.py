@@ -82,8 +82,11 @@ class Invariance:
         """Which results of an equation are the same along axes, if its operands are that are said to be."""
         name, results = eqn.primitive.name, len(eqn.outvars)
         if name in GATHERS | REDUCTIONS:
-            whole = axes <= set(mesh_axes(eqn)) and eqn.params.get("axis_index_groups") is None
-            return [whole or all(given)] * results
+            groups = eqn.params.get("axis_index_groups")
+            if groups is None:
+                return [axes <= set(mesh_axes(eqn)) or all(given)] * results
+            # Groups of unequal size make different sums of one value.
+            return [all(given) and len(set(map(len, groups))) == 1] * results
         if shims.has_effects(eqn) or name in _OF_THE_DEVICE:
             return [False] * results
         bodies = () if is_blockwise(name) else tuple(jex_core.jaxprs_in_params(eqn.params))

@@ -126,6 +126,24 @@ def test_what_a_loop_carries_differs_if_an_iteration_makes_it_so() -> None:
     assert decided(mapped(alike, WHOLE, W_SPEC), X, W) == [("all_gather", False, "replicated")]
 
 
+def test_groups_of_unequal_size_make_different_sums_of_the_same_value() -> None:
+    """A factor made of such sums may not be applied before a gather."""
+    rows, factor = RNG.normal(size=(4, 3, 6)), np.array([1.0, 3.0, 3.0, 3.0])
+
+    def body(x: Any, w: Any) -> Any:
+        sums = lax.psum(jnp.arange(6.0), "x", axis_index_groups=[[0], [1, 2, 3]])
+        return ((lax.all_gather(x[0], "x", axis=0, tiled=True) * sums) @ w[0])[None]
+
+    function = mapped(body, P("x"), P("x"), out=P("x"))
+    x, w = (np.asarray(a, np.float32) for a in (rows, RNG.normal(size=(4, 6, 5))))
+    kinds = [kind for kind, rewritten, _ in decided(function, x, w) if rewritten]
+    assert kinds == ["all_gather_dot"]
+    result = overlap_collectives(function, policy="always", hardware="tpu_v5p", strict=True)(x, w)
+    gathered = np.concatenate(list(x.astype(np.float64)))
+    expected = [gathered * (f * np.arange(6)) @ v for f, v in zip(factor, w, strict=True)]
+    np.testing.assert_allclose(result, expected, rtol=0, atol=1e-4)
+
+
 def test_one_axis_of_two_along_which_it_is_the_same_is_enough() -> None:
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
 
