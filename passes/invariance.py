@@ -10,13 +10,20 @@ from jax.extend import core as jex_core
 from passes import shims
 from passes.blocks import is_blockwise
 from passes.collective import Collective, mesh_axes
-from passes.graph import COLLECTIVES, GATHERS, REDUCTIONS, Dataflow, Operand
+from passes.graph import COLLECTIVES, GATHERS, REDUCTIONS, Dataflow, Op, Operand
 
 _LOCAL = frozenset({"iota", "dot_general"})
 _OF_THE_DEVICE = frozenset({"axis_index", "ppermute", "pgather"}) | COLLECTIVES - GATHERS - REDUCTIONS
 """Equations that may give something else on each device, whatever they are given."""
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"})
+_EXTREMES = frozenset({"pmax", "pmin"})
+_CALLS = frozenset(
+    {
+        *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"),
+        *("custom_jvp_call", "custom_vjp_call"),
+    }
+)
 """Equations that do no more than run a jaxpr of their operands."""
+LOOPS = ("scan", "while")
 
 
 class Invariance:
@@ -46,6 +53,15 @@ class Invariance:
     def axes_of(self, operand: Operand, axes: Iterable[str]) -> frozenset[str]:
         """Along which of these axes an operand is the same on all devices."""
         return frozenset(axis for axis in axes if self._along((axis,))(operand))
+
+    def in_loop(self, op: Op, body: str, axes: Iterable[str]) -> tuple[frozenset[str], ...]:
+        """Along which of these axes each argument of a loop's body is the same in every iteration."""
+        same: dict[str, Sequence[bool]] = {}
+        for axis in axes:
+            given = list(map(self._along((axis,)), op.inputs))
+            same[axis] = self._of_loop(op.eqn, given, {axis})[0][body]
+        arguments = len(shims.loop_operands(op.eqn, body))
+        return tuple(frozenset(axis for axis in same if same[axis][i]) for i in range(arguments))
 
     def _along(self, axes: tuple[str, ...]) -> Callable[[Operand], bool]:
         known = self._known.setdefault(tuple(sorted(axes)), {})
@@ -81,7 +97,7 @@ class Invariance:
     def _results(self, eqn: Any, given: Sequence[bool], axes: Set[str]) -> Sequence[bool]:
         """Which results of an equation are the same along axes, if its operands are that are said to be."""
         name, results = eqn.primitive.name, len(eqn.outvars)
-        if name in GATHERS | REDUCTIONS:
+        if name in GATHERS | REDUCTIONS | _EXTREMES:
             groups = eqn.params.get("axis_index_groups")
             if groups is None:
                 return [axes <= set(mesh_axes(eqn)) or all(given)] * results
@@ -92,7 +108,31 @@ class Invariance:
         bodies = () if is_blockwise(name) else tuple(jex_core.jaxprs_in_params(eqn.params))
         if name in _CALLS and len(bodies) == 1:
             return self._of_body(bodies[0], tuple(given), axes)
+        if name in LOOPS:
+            return self._of_loop(eqn, given, axes)[1]
+        if name == "cond":
+            branches = zip(*(self._of_body(body, tuple(given[1:]), axes) for body in bodies), strict=True)
+            return [given[0] and all(same) for same in branches]
         return [all(given) and not any(map(self._tells_devices_apart, bodies))] * results
+
+    def _of_loop(
+        self, eqn: Any, given: Sequence[bool], axes: Set[str]
+    ) -> tuple[Mapping[str, Sequence[bool]], Sequence[bool]]:
+        """Of a loop which arguments of its bodies are the same in every iteration, and which results.
+
+        Results are so if the loop ends on every device in the same iteration.
+        """
+        bodies = ("jaxpr",) if eqn.primitive.name == "scan" else ("cond_jaxpr", "body_jaxpr")
+        carried, step = shims.loop_carried(eqn), bodies[-1]
+        known = list(given)
+        while True:
+            arguments = {body: [known[i] for i in shims.loop_operands(eqn, body)] for body in bodies}
+            made = {body: self._of_body(eqn.params[body], tuple(arguments[body]), axes) for body in bodies}
+            before = known[carried]
+            known[carried] = [*map(all, zip(before, made[step], strict=False))]
+            if known[carried] == before:
+                ends = step == "jaxpr" or all(made["cond_jaxpr"])
+                return arguments, [ends and same for same in (*before, *made[step][len(before) :])]
 
     def _of_body(self, jaxpr: Any, given: tuple[bool, ...], axes: Set[str]) -> Sequence[bool]:
         """Which results of a jaxpr are the same; looked into once, however often it is called."""
@@ -120,25 +160,3 @@ class Invariance:
                 for eqn in body.eqns
             )
         return self._apart[id(body)]
-
-
-def settled(
-    flow: Dataflow, given: Mapping[int, frozenset[str]], constants: int
-) -> Mapping[int, frozenset[str]]:
-    """Of the arguments of a loop's body the axes along which they are the same in every iteration.
-
-    Args:
-      flow: the body.
-      given: of its arguments, the axes along which they are the same before the first.
-      constants: how many of them, the first ones, no iteration changes.
-    """
-    known = dict(given)
-    while True:
-        invariance = Invariance(flow, known)
-        before = dict(known)
-        # What is carried comes first among the results, and after the constants among the arguments.
-        for argument, result in zip(flow.inputs[constants:], flow.outputs, strict=False):
-            if known.get(argument):
-                known[argument] = invariance.axes_of(result, known[argument])
-        if known == before:
-            return known

@@ -18,7 +18,7 @@ from passes.decide import Decision, Policy, TryOut, Unit, decide, program_order,
 from passes.emit import Ring
 from passes.epilogue import with_epilogues
 from passes.graph import COLLECTIVES, Dataflow, Op, Operand, dataflow
-from passes.invariance import Invariance, settled
+from passes.invariance import LOOPS, Invariance
 from passes.made_again import MadeAgain, fuses, made_again, read_by_rings
 from passes.match import match_dataflow
 from passes.network import Network
@@ -41,8 +41,6 @@ BODIES: Mapping[str, tuple[str, ...]] = {
     "custom_vjp_call": ("call_jaxpr",),
 }
 """Primitives whose bodies can be replaced, and the parameters that hold them."""
-
-_LOOPS = ("scan", "while")
 
 _NO_DEVICES = "It was not compiled and timed: the mesh of its shard_map tells no devices (see jax.set_mesh)."
 
@@ -137,7 +135,7 @@ class Plan:
         op = self.flow.ops[index]
         if fuses(self.flow, index):
             return False
-        if index not in self.bodies or op.name in _LOOPS:
+        if index not in self.bodies or op.name in LOOPS:
             return True
         for body in self.bodies_of(index):
             operands = _passed(op, len(body.flow.inputs))
@@ -293,22 +291,18 @@ class _Alike:
     Attributes:
       axes: the axes that are mapped over.
       arguments: of each argument, the axes along which it is the same; none are known of those that lack.
-      carried: of a loop's body, after how many arguments those come that it carries; None of others.
     """
 
     axes: frozenset[str] = frozenset()
     arguments: tuple[frozenset[str], ...] = ()
-    carried: int | None = None
 
     def of(self, flow: Dataflow) -> Mapping[int, frozenset[str]]:
         """The same by value of the jaxpr's graph."""
-        given = {value: axes for value, axes in zip(flow.inputs, self.arguments, strict=False) if axes}
-        return given if self.carried is None or not given else settled(flow, given, self.carried)
+        return {value: axes for value, axes in zip(flow.inputs, self.arguments, strict=False) if axes}
 
 
 def _alike(op: Op, param: str, body: Any, invariance: Invariance, around: _Alike) -> _Alike:
     """Of the arguments of an operation's body the axes along which they are the same."""
-    arguments = len(shims.open_jaxpr(body)[0].invars)
     if op.name == "shard_map":
         new = frozenset(op.params["newly_manual_axes"])
         cut = (
@@ -320,12 +314,12 @@ def _alike(op: Op, param: str, body: Any, invariance: Invariance, around: _Alike
             for operand, names in zip(op.inputs, cut, strict=True)
         ]
         return _Alike(around.axes | new, tuple(same))
-    if not around.axes or param == "cond_jaxpr":
-        return _Alike(around.axes)
-    passed = _passed(op, arguments)
-    carried = shims.loop_constants(op.eqn, param) if op.name in _LOOPS else None
-    same = [invariance.axes_of(operand, around.axes) for operand in passed]
-    return _Alike(around.axes, tuple(same), carried)
+    if not around.axes:
+        return _Alike()
+    if op.name in LOOPS:
+        return _Alike(around.axes, invariance.in_loop(op, param, around.axes))
+    arguments = _passed(op, len(shims.open_jaxpr(body)[0].invars))
+    return _Alike(around.axes, tuple(invariance.axes_of(operand, around.axes) for operand in arguments))
 
 
 class _Planner:
@@ -514,7 +508,7 @@ def _steady_values(flow: Dataflow, steady: frozenset[int] | None) -> Set[int] | 
 
 def _steady_arguments(op: Op, param: str, body: Any, same: Set[int] | None) -> frozenset[int] | None:
     """The positions of a body's arguments that are the same in every iteration of a loop."""
-    return None if same is None and op.name not in _LOOPS else _arguments(op, param, body, same or set())
+    return None if same is None and op.name not in LOOPS else _arguments(op, param, body, same or set())
 
 
 def _arguments(op: Op, param: str, body: Any, values: Set[int]) -> frozenset[int]:
@@ -522,7 +516,7 @@ def _arguments(op: Op, param: str, body: Any, values: Set[int]) -> frozenset[int
 
     The constants of a loop are the same in every iteration, and read again in each.
     """
-    if op.name in _LOOPS:
+    if op.name in LOOPS:
         return frozenset(range(shims.loop_constants(op.eqn, param)))
     inputs = _passed(op, len(shims.open_jaxpr(body)[0].invars))
     return frozenset(i for i, o in enumerate(inputs) if not isinstance(o, int) or o in values)

@@ -121,6 +121,29 @@ def loop_constants(eqn: JaxprEqn, body: str) -> int:
     return int(params["cond_nconsts" if body == "cond_jaxpr" else "body_nconsts"])
 
 
+def loop_carried(eqn: JaxprEqn) -> slice:
+    """Which operands a loop carries from one iteration to the next; what they become is its first results."""
+    params = eqn.params
+    if eqn.primitive.name == "scan":
+        first = loop_constants(eqn, "jaxpr")
+        count = params["num_carry"] if "num_carry" in params else len(params["ft_in"].unpack()[1])
+        return slice(first, first + count)
+    return slice(params["cond_nconsts"] + params["body_nconsts"], len(eqn.invars))
+
+
+def loop_operands(eqn: JaxprEqn, body: str) -> Sequence[int]:
+    """The loop's operands that the arguments of a body (named by its parameter) are at first, in order.
+
+    Of a while loop the constants of the condition come first, then those of the body.
+    """
+    if eqn.primitive.name == "scan":
+        return range(len(eqn.invars))
+    constants = eqn.params["cond_nconsts"]
+    after = loop_carried(eqn).start
+    rest = range(after, len(eqn.invars))
+    return [*(range(constants) if body == "cond_jaxpr" else range(constants, after)), *rest]
+
+
 def has_effects(eqn_or_jaxpr: Any) -> bool:
     """Whether an equation must keep its place among others: naming a mesh axis is no such effect.
 

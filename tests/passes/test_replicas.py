@@ -126,6 +126,72 @@ def test_what_a_loop_carries_differs_if_an_iteration_makes_it_so() -> None:
     assert decided(mapped(alike, WHOLE, W_SPEC), X, W) == [("all_gather", False, "replicated")]
 
 
+def test_a_loop_whose_condition_is_such_a_sum() -> None:
+    def body(x: Any, w: Any) -> Any:
+        def go_on(state: Any) -> Any:
+            return jnp.abs(contracted(state, w)).max() > 1e-3
+
+        return lax.while_loop(go_on, lambda state: state / 2, x)
+
+    assert decided(mapped(body, WHOLE, W_SPEC), X, W) == [("all_gather", False, "replicated")]
+
+
+def test_what_a_scan_reads_stays_the_same_whatever_it_gives() -> None:
+    def body(x: Any, w: Any) -> Any:
+        def step(count: Any, x: Any) -> Any:
+            y = contracted(x, w)
+            return count + 1, (y + lax.axis_index("x"), y)
+
+        return lax.scan(step, 0, jnp.stack([x, 2 * x]))[1][1]
+
+    function = mapped(body, WHOLE, W_SPEC)
+    assert decided(function, X, W) == [("all_gather", False, "replicated")]
+    assert not copies_differ(function, X, W)
+
+
+def scanned(x: Any, w: Any) -> Any:
+    return lax.scan(lambda c, _: (jnp.tanh(contracted(c, w)), None), x, length=2)[0]
+
+
+def looped(x: Any, w: Any) -> Any:
+    return lax.while_loop(lambda s: s[0].max() > 0.1, lambda s: (s[0] / 2, -s[1]), (x, w))[0]
+
+
+def chosen(x: Any, w: Any) -> Any:
+    return lax.cond(x[0, 0] > 0, lambda x: scanned(x, w), lambda x: -x, x)
+
+
+@jax.custom_jvp
+def derived(x: Any, w: Any) -> Any:
+    return scanned(x, w)
+
+
+derived.defjvp(lambda primals, tangents: jax.jvp(scanned, primals, tangents))
+
+
+def largest(x: Any, w: Any) -> Any:
+    return lax.pmax(x * w[0], "x")
+
+
+@pytest.mark.parametrize("made", [scanned, looped, chosen, derived, largest])
+def test_what_is_the_same_behind_loops_and_calls_that_also_read_what_is_not(made: Any) -> None:
+    function = mapped(lambda x, w: contracted(made(x, w), w), WHOLE, W_SPEC)
+    assert {reason for _, _, reason in decided(function, X, W)} == {"replicated"}
+    assert not copies_differ(function, X, W)
+
+
+def test_what_a_loop_that_ends_sooner_on_some_devices_gives_is_not_the_same() -> None:
+    def body(x: Any, w: Any) -> Any:
+        def go_on(state: Any) -> Any:
+            return state.max() > 0.1 * (1 + lax.axis_index("x"))
+
+        return contracted(lax.while_loop(go_on, lambda s: s / 2, x), w)[None]
+
+    assert decided(mapped(body, WHOLE, W_SPEC, out=P("x")), X, W) == [
+        ("all_gather_dot", True, "policy_always")
+    ]
+
+
 def test_groups_of_unequal_size_make_different_sums_of_the_same_value() -> None:
     """A factor made of such sums may not be applied before a gather."""
     rows, factor = RNG.normal(size=(4, 3, 6)), np.array([1.0, 3.0, 3.0, 3.0])
