@@ -6,6 +6,8 @@ import dataclasses
 import heapq
 from collections.abc import Mapping, Sequence
 
+import jax.numpy as jnp
+
 from passes import shims
 from passes.blocks import Call, blockwise, shards
 from passes.chains import AllGatherDot, BlockOp, ShardReduction
@@ -117,12 +119,22 @@ def _reach_dot(flow: Dataflow, sinking: Sinking, index: int, op: Op, replicas: I
         sinking.stops.append(Reason(Code.EXPLICIT_SHARDING, f"At dot_general, {op.source}."))
     elif not all(flow.aval(operand).size for operand in op.inputs):
         sinking.stops.append(Reason(Code.EMPTY, f"At dot_general, {op.source}."))
+    elif dims.result_dim is None and _rounds_to_integers(flow, op):
+        sinking.stops.append(
+            Reason(Code.UNSUPPORTED_DTYPE, f"At dot_general, {op.source}: it rounds its sums to integers.")
+        )
     elif dims.result_dim is None and replicas.axes_of(op.outputs[0], sinking.collective.axes):
         sinking.stops.append(Reason(Code.REPLICATED, f"At dot_general, {op.source}."))
     else:
         sinking.dots.append(BlockOp(index, dims))
         return True
     return False
+
+
+def _rounds_to_integers(flow: Dataflow, op: Op) -> bool:
+    """Whether a dot of floats gives integers: its rounded parts do not add up to the rounded sum."""
+    result, operands = flow.avals[op.outputs[0]].dtype, (flow.aval(operand).dtype for operand in op.inputs)
+    return not jnp.issubdtype(result, jnp.inexact) and any(jnp.issubdtype(d, jnp.inexact) for d in operands)
 
 
 def _sink(

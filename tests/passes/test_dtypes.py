@@ -192,6 +192,15 @@ def test_int8_dots_into_int32_are_exact(dim: int) -> None:
     np.testing.assert_array_equal(outcome.rewritten, gathered_dots(x, w, dim))
 
 
+def test_a_dot_of_floats_that_gives_integers_rounds_once() -> None:
+    def body(x: Any, w: Any) -> Any:
+        return lax.dot_general(gather(x, 1), w, (((1,), (0,)), ((), ())), preferred_element_type=np.int32)
+
+    outcome = spmd.run_both(body, (np.full((4, 3, 2), 0.4, np.float32), np.ones((4, 8, 5), np.float32)))
+    assert [site.reason for site in outcome.report.sites] == ["unsupported_dtype"]
+    np.testing.assert_array_equal(outcome.rewritten, np.full((4, 3, 5), int(8 * 0.4)))
+
+
 def test_int8_dots_into_int32_are_scattered_exactly() -> None:
     y = RNG.integers(-128, 128, (8, 16, 64)).astype(np.int8)
     w = RNG.integers(-128, 128, (8, 64, 6)).astype(np.int8)
