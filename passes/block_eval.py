@@ -153,7 +153,7 @@ def run_on_piece(
                 params["preferred_element_type"] = dtype
                 if shims.device_kind(flow.avals[op.outputs[0]]) == "cpu":
                     # XLA:CPU has no kernel for some dots of narrow floats with a float32 result.
-                    operands = [lax.convert_element_type(operand, dtype) for operand in operands]
+                    operands = [lax.convert_element_type(o, accumulator_dtype(o.dtype)) for o in operands]
             elif op.name == "convert_element_type":
                 params["new_dtype"] = accumulator_dtype(params["new_dtype"])
         if op.name == "dot_general" and shims.on_gpu(flow.avals[op.outputs[0]]):

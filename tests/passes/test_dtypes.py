@@ -147,6 +147,19 @@ def test_a_narrower_result_asked_for_by_the_user_is_as_exact_as_the_original() -
     assert rms(wide(outcome.rewritten) - exact) <= 1.1 * rms(wide(outcome.original) - exact)
 
 
+@pytest.mark.parametrize("dim", [0, 1], ids=["scattered", "gathered"])
+def test_operands_too_large_for_float32_are_multiplied_in_their_own_type(dim: int) -> None:
+    def dot(a: Any, b: Any) -> Any:
+        return lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.bfloat16)
+
+    with jax.enable_x64(True):
+        x, w = RNG.normal(size=(4, 8, 2)) * 1e60, RNG.normal(size=(4, (2, 8)[dim], 5)) / 1e60
+        body = (lambda x, w: scatter(dot(x, w)), lambda x, w: dot(gather(x, 1), w))[dim]
+        outcome = rewritten(body, (x, w))
+    exact = gathered_dots(x, w, 1) if dim else scattered_dots(x, w)
+    np.testing.assert_allclose(wide(outcome.rewritten), exact, rtol=0, atol=2.0**-7 * np.abs(exact).max())
+
+
 # Other element types.
 
 
