@@ -48,7 +48,9 @@ def goes_by_all_reduces(flow: Dataflow, chain: Chain) -> bool:
     sizes = [length for _, length in collective.mesh_sizes]
     between_two = collective.axis_size == 2 and collective.groups is None and int(np.prod(sizes)) == 2
     value = chain.wire if isinstance(chain, AllGatherDot) else flow.ops[collective.op].outputs[0]
-    return between_two and flow.avals[value].dtype.itemsize == ELEMENT_BYTES
+    # Each multiplies its own shard whole, and the other's in pieces.
+    equal = isinstance(chain, AllGatherDot) and bool(chain.alike)
+    return between_two and not equal and flow.avals[value].dtype.itemsize == ELEMENT_BYTES
 
 
 def emit_all_reduces(

@@ -58,7 +58,7 @@ def candidates(
     in_turn = _by_all_reduces(flow, chain, unit) if on_cpu else []
     if in_turn and axis.hardware.overlaps and not thorough:
         return tuple(in_turn)
-    if on_cpu and isinstance(chain, AllGatherDot) and not in_turn and not unroll:
+    if on_cpu and isinstance(chain, AllGatherDot) and not (in_turn or unroll or chain.alike):
         late = RingSchedule(directions=1, late=True)
         return (RingSchedule(directions=1), late) if thorough else (late,)
     explicit = starts_explicitly(flow)
@@ -211,8 +211,9 @@ def _halfway(flow: Dataflow, chain: Chain, known: Rule | None) -> bool:
     """Whether whole shards of the chain may go half way round.
 
     Of dots that add up the pieces would be no larger, and what is rounded to travel is slow to cut again.
+    What comes a whole to some devices comes in halves to others.
     """
-    if not isinstance(chain, AllGatherDot) or _adds_up(chain):
+    if not isinstance(chain, AllGatherDot) or _adds_up(chain) or chain.alike:
         return False
     if known is not None and not known.takes_halfway(len(chain.dots), explicit=starts_explicitly(flow)):
         return False

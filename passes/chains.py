@@ -63,6 +63,8 @@ class AllGatherDot:
       handed_out: values of the chain that are also needed whole; the ring assembles them.
       epilogue: operations that are applied to each block of the dots' results, in program order.
       unplaced: results of dots and of the epilogue that nothing else needs: they are never assembled.
+      alike: the dots whose results are the same on several devices: all have to make a block of them by equal
+        dots, for larger and smaller ones need not add up in the same order.
     """
 
     collective: Collective
@@ -75,6 +77,7 @@ class AllGatherDot:
     handed_out: tuple[int, ...]
     epilogue: tuple[BlockOp, ...] = ()
     unplaced: frozenset[int] = frozenset()
+    alike: frozenset[int] = frozenset()
 
     @property
     def kind(self) -> str:

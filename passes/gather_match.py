@@ -27,6 +27,7 @@ class Sinking:
       blocked: value → the dim along which it is gathered, not yet materialised.
       ops: operations passed, in program order.
       dots: dots reached, in program order.
+      alike: those whose results are the same on several devices.
       reductions: reductions over the gathered dim that every device can do for its own shard.
       uniform: those of the blocked values that owner and receiver of a shard would compute alike.
       stops: why it went no further, and where.
@@ -37,6 +38,7 @@ class Sinking:
     blocked: dict[int, int]
     ops: list[BlockOp] = dataclasses.field(default_factory=list)
     dots: list[BlockOp] = dataclasses.field(default_factory=list)
+    alike: set[int] = dataclasses.field(default_factory=set)
     reductions: list[int] = dataclasses.field(default_factory=list)
     uniform: set[int] = dataclasses.field(default_factory=set)
     stops: list[Reason] = dataclasses.field(default_factory=list)
@@ -106,6 +108,7 @@ def _reach_dot(flow: Dataflow, sinking: Sinking, index: int, op: Op, replicas: I
     What is the same on several devices has to stay so, to the last bit: they may go by it whether to go on.
     Each device of a ring adds up in an order of its own.
     """
+    alike = bool(replicas.axes_of(op.outputs[0], sinking.collective.axes))
     blocked = [sinking.blocked.get(operand) if isinstance(operand, int) else None for operand in op.inputs]
     side = 0 if blocked[0] is not None else 1
     dim = blocked[side]
@@ -123,10 +126,11 @@ def _reach_dot(flow: Dataflow, sinking: Sinking, index: int, op: Op, replicas: I
         sinking.stops.append(
             Reason(Code.UNSUPPORTED_DTYPE, f"At dot_general, {op.source}: it rounds its sums to integers.")
         )
-    elif dims.result_dim is None and replicas.axes_of(op.outputs[0], sinking.collective.axes):
+    elif dims.result_dim is None and alike:
         sinking.stops.append(Reason(Code.REPLICATED, f"At dot_general, {op.source}."))
     else:
         sinking.dots.append(BlockOp(index, dims))
+        sinking.alike.update({index} if alike else ())
         return True
     return False
 
@@ -218,6 +222,7 @@ def gather_chain(flow: Dataflow, sinking: Sinking, invariance: Invariance) -> Al
         dots=tuple(dots),
         reductions=reduced,
         handed_out=tuple(v for v in made if any(user not in gone for user in flow.users[v])),
+        alike=frozenset(dot.op for dot in dots if dot.op in sinking.alike),
     )
 
 
@@ -234,7 +239,8 @@ def without_dots(
         assert block.dims.result_dim is not None
         blocked.update(dict.fromkeys(flow.ops[block.op].outputs, block.dims.result_dim))
     reduced = [reduction.op for reduction in chain.reductions]
-    return gather_chain(flow, Sinking(chain.collective, blocked, ops, dots, reduced), invariance)
+    sinking = Sinking(chain.collective, blocked, ops, dots, set(chain.alike), reduced)
+    return gather_chain(flow, sinking, invariance)
 
 
 def _number(block: BlockOp) -> int:

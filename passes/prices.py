@@ -113,6 +113,7 @@ def likeness(flow: Dataflow, chain: Chain) -> Hashable:
             tuple(zip(renumbered(chain.blocked), chain.blocked.values(), strict=True)),
             renumbered((chain.wire, *chain.handed_out)),
             frozenset(renumbered(sorted(chain.unplaced))),
+            bool(chain.alike),
         )
 
     return type(chain).__name__, part(chain)

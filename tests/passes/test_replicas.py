@@ -30,10 +30,11 @@ def contracted(x: Any, w: Any) -> Any:
     return x @ lax.all_gather(w, "x", axis=0, tiled=True)
 
 
-def mapped(body: Callable[..., Any], *specs: P, out: Any = WHOLE, check_vma: bool = False) -> Any:
-    return jax.jit(
-        jax.shard_map(body, mesh=spmd.mesh_of(4), in_specs=specs, out_specs=out, check_vma=check_vma)
-    )
+def mapped(
+    body: Callable[..., Any], *specs: P, out: Any = WHOLE, check_vma: bool = False, axis_size: int = 4
+) -> Any:
+    mesh = spmd.mesh_of(axis_size)
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma))
 
 
 def decided(function: Any, *arguments: Any) -> list[tuple[str, bool, str]]:
@@ -74,6 +75,19 @@ def test_the_other_dots_of_a_gather_are_rewritten_and_that_one_reads_the_whole()
     wide = W.astype(np.float64)
     np.testing.assert_allclose(same, X @ wide, rtol=0, atol=1e-4)
     np.testing.assert_allclose(other, np.concatenate(v) @ wide, rtol=0, atol=1e-4)
+
+
+def test_a_block_that_every_device_multiplies_is_multiplied_in_equal_pieces() -> None:
+    """Half way round, what is furthest away comes in halves: its products were not those of a whole."""
+
+    def body(x: Any, w: Any) -> Any:
+        return lax.all_gather(x, "x", axis=0, tiled=True) @ w
+
+    x, w = RNG.normal(size=(24, 64)).astype(np.float32), W[:, :8]
+    with spmd.only_directions(2):
+        alike = mapped(body, P("x"), WHOLE, axis_size=8)
+        assert decided(alike, x, w) == [("all_gather_dot", True, "policy_always")]
+        assert not copies_differ(alike, x, w)
 
 
 def test_a_psum_that_a_replicated_dot_contracts_is_gathered_before_it() -> None:
