@@ -211,8 +211,9 @@ def blank(flow: Dataflow, value: int) -> Any:
 
 def blank_of(shape: tuple[int, ...], like: Any, *, differentiable: bool) -> Any:
     """An array of this shape, with the dtype and varying type of another value or type."""
-    array = shims.uninitialised(shape, like.dtype, differentiable=differentiable)
-    return as_varying(array, shims.varying_axes(jax.typeof(like) if hasattr(like, "aval") else like))
+    aval = jax.typeof(like) if hasattr(like, "aval") else like
+    array = shims.uninitialised(shape, aval, differentiable=differentiable)
+    return as_varying(array, shims.varying_axes(aval))
 
 
 def write(whole: Any, part: Any, starts: Mapping[int, Any], places: Places) -> Any:

@@ -22,7 +22,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import primitives
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 JaxprEqn = Any
 NameStack = Any
@@ -278,15 +278,20 @@ def closed_over(traced: Any) -> tuple[Any, ...]:
     return tuple(traced._consts)
 
 
-def uninitialised(shape: tuple[int, ...], dtype: Any, *, differentiable: bool) -> Any:
-    """An array to be overwritten. Filling it with zeros costs real time, but sometimes must be.
+def uninitialised(shape: tuple[int, ...], aval: Any, *, differentiable: bool) -> Any:
+    """An array of a type's dtype, to be overwritten. Filling it with zeros costs time, but sometimes must be.
+
+    If the type's mesh has axes of type Explicit the array is of that mesh too: jax refuses to write what is
+    of such a mesh into one that is of none.
 
     Before jax 0.12 ``lax.empty`` gives a batched array under ``vmap`` whatever it is used for, and
     ``jax.jacfwd`` refuses a result that depends on one.
     """
+    explicit = AxisType.Explicit in aval.sharding.mesh.axis_types
+    sharding = aval.sharding if explicit else None
     if differentiable and jax.__version_info__ < (0, 12):
-        return lax.full(shape, 0, dtype)
-    return lax.empty(shape, dtype)
+        return lax.full(shape, 0, aval.dtype, sharding=sharding)
+    return lax.empty(shape, aval.dtype, out_sharding=sharding)
 
 
 def explicit_starts(aval: Any) -> bool:

@@ -226,6 +226,31 @@ def test_meshes_of_one_to_three_axes_some_left_to_the_compiler(
     np.testing.assert_allclose(overlapped(*args), exact, atol=2e-5 * np.abs(exact).max())
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_meshes_with_an_explicit_axis_that_a_vmap_may_be_sharded_over(check_vma: bool) -> None:
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    jitted = jax.jit(
+        jax.shard_map(
+            block,
+            mesh=mesh,
+            in_specs=(P("x"),) * 3,
+            out_specs=P("x"),
+            check_vma=check_vma,
+            axis_names={"x"},
+        )
+    )
+    overlapped = overlap.overlap_collectives(jitted, policy="always", strict=True, hardware="tpu_v5p")
+    x, w, v = (
+        jax.device_put(a.reshape(-1, a.shape[-1]), jax.sharding.NamedSharding(mesh, P("x"))) for a in F32
+    )
+    exact = np.concatenate(reference(X, W, V))
+    assert [site.rewritten for site in overlapped.explain(x, w, v).sites] == [True, True]
+    np.testing.assert_allclose(overlapped(x, w, v), exact, atol=2e-5 * np.abs(exact).max())
+    both = jax.device_put(np.stack([x, x]), jax.sharding.NamedSharding(mesh, P("y", "x")))
+    mapped = jax.jit(jax.vmap(overlapped, in_axes=(0, None, None), spmd_axis_name="y"))(both, w, v)
+    np.testing.assert_allclose(mapped, np.stack([exact, exact]), atol=2e-5 * np.abs(exact).max())
+
+
 def test_debug_prints_inside_the_body_run_once_per_device(capfd: pytest.CaptureFixture[str]) -> None:
     def body(x: Any, w: Any, v: Any) -> Any:
         jax.debug.print("device {i}", i=lax.axis_index("x"))
