@@ -103,7 +103,7 @@ class Invariance:
                 return [axes <= set(mesh_axes(eqn)) or all(given)] * results
             # Groups of unequal size make different sums of one value.
             return [all(given) and len(set(map(len, groups))) == 1] * results
-        if shims.has_effects(eqn) or name in _OF_THE_DEVICE:
+        if name in _OF_THE_DEVICE:
             return [False] * results
         bodies = () if is_blockwise(name) else tuple(jex_core.jaxprs_in_params(eqn.params))
         if name in _CALLS and len(bodies) == 1:
@@ -113,7 +113,8 @@ class Invariance:
         if name == "cond":
             branches = zip(*(self._of_body(body, tuple(given[1:]), axes) for body in bodies), strict=True)
             return [given[0] and all(same) for same in branches]
-        return [all(given) and not any(map(self._tells_devices_apart, bodies))] * results
+        deterministic = not shims.has_effects(eqn) and not any(map(self._tells_devices_apart, bodies))
+        return [all(given) and deterministic] * results
 
     def _of_loop(
         self, eqn: Any, given: Sequence[bool], axes: Set[str]

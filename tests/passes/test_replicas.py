@@ -167,6 +167,14 @@ def scanned(x: Any, w: Any) -> Any:
     return lax.scan(lambda c, _: (jnp.tanh(contracted(c, w)), None), x, length=2)[0]
 
 
+def printed(x: Any, w: Any) -> Any:
+    def step(c: Any, _: Any) -> Any:
+        jax.debug.print("{}", c[0, 0])
+        return jnp.tanh(contracted(c, w)), None
+
+    return lax.scan(step, x, length=2)[0]
+
+
 def looped(x: Any, w: Any) -> Any:
     return lax.while_loop(lambda s: s[0].max() > 0.1, lambda s: (s[0] / 2, -s[1]), (x, w))[0]
 
@@ -187,7 +195,7 @@ def largest(x: Any, w: Any) -> Any:
     return lax.pmax(x * w[0], "x")
 
 
-@pytest.mark.parametrize("made", [scanned, looped, chosen, derived, largest])
+@pytest.mark.parametrize("made", [scanned, printed, looped, chosen, derived, largest])
 def test_what_is_the_same_behind_loops_and_calls_that_also_read_what_is_not(made: Any) -> None:
     function = mapped(lambda x, w: contracted(made(x, w), w), WHOLE, W_SPEC)
     assert {reason for _, _, reason in decided(function, X, W)} == {"replicated"}
