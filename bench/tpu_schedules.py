@@ -5,6 +5,8 @@
     python -m bench.tpu_schedules --rows mlp --versions auto --renew    measures those, keeps the rest
     python -m bench.tpu_schedules --resume FILE      keeps every row in FILE, and goes on where FILE ends
 
+With a jax that does not start hops explicitly (0.10) the files are bench/results/tpu_schedules_implied.*.
+
 Needs libtpu, and no TPU. All times but those of compiling are modelled.
 """
 
@@ -19,8 +21,9 @@ from typing import Final
 from bench.schedules import command, grid, measure, plot, run, summary, tables
 from bench.schedules.rows import OURS, VERIFY, Row
 from overlap import tpu_target
+from passes import shims
 
-NAME: Final = "tpu_schedules"
+NAME: Final = "tpu_schedules" if shims.EXPLICIT_STARTS else "tpu_schedules_implied"
 TITLE: Final = "Schedules by the TPU compiler"
 
 
@@ -36,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     made_with = run.versions("libtpu")
     rows = run.run(
         cases,
-        module=f"bench.{NAME}",
+        module="bench.tpu_schedules",
         environment=tpu_target.ENVIRONMENT,
         made_with=made_with,
         line=line,

@@ -102,6 +102,7 @@ class PlainChain:
         that the dot keeps, or of the operand that is not cut (of a scatter); None where there is none, or
         several dots.
       handed_out: whether the gathered array is also needed whole.
+      starts_implied: whether the compiler places the starts of a gather's hops; see `RingWork`.
 
     Raises:
       ValueError: there is no dot, a size is below 1, or a scatter cuts a contracting dim.
@@ -113,6 +114,7 @@ class PlainChain:
     dtype: str = "bfloat16"
     free: Dim | None = None
     handed_out: bool = False
+    starts_implied: bool = False
 
     def __post_init__(self) -> None:
         if self.pattern not in PATTERNS:
@@ -253,6 +255,7 @@ def chain_of(
     cut: Literal["m", "k", "n"] = "m",
     operand: Literal["lhs", "rhs"] | None = None,
     handed_out: bool = False,
+    starts_implied: bool = False,
 ) -> PlainChain:
     """The chain around one dot `[m, k] · [k, n]`, with the sizes that one device computes.
 
@@ -263,6 +266,7 @@ def chain_of(
       cut: the dim that is gathered or scattered.
       operand: which operand is gathered, where `cut` is k: "lhs" if None. m is of the lhs, n of the rhs.
       handed_out: whether a gathered array is also needed whole.
+      starts_implied: see `PlainChain`.
 
     Raises:
       ValueError: a size is below 1, the dtype is unknown, or the dot has no such dim, or the pattern does not
@@ -293,6 +297,7 @@ def chain_of(
         dtype=dtype,
         free=free,
         handed_out=handed_out and gathers,
+        starts_implied=starts_implied,
     )
 
 
@@ -504,6 +509,7 @@ def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
         accumulator=max(summed, key=dtype_bytes, default="float32"),
         accumulators=strips,
         hands_out_gathered=chain.handed_out,
+        starts_implied=chain.starts_implied and axis.hardware.network == "torus",
     )
 
 

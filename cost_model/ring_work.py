@@ -62,6 +62,8 @@ class RingWork:
       hands_out_gathered: whether the rings also assemble the gathered array, for other uses.
       sums_whole: whether the original is an all_reduce of which each device keeps its block; see
         `cost_model.offloaded`.
+      starts_implied: whether a TPU's compiler places the starts of a gather's hops, by how long it takes them
+        to be; else each is started before the dots of its step.
       before: what the ring before it in its program has on chip.
 
     Raises:
@@ -88,6 +90,7 @@ class RingWork:
     apart_bytes: float = 0
     hands_out_gathered: bool = False
     sums_whole: bool = False
+    starts_implied: bool = False
     before: Before = NOTHING_BEFORE
 
     def __post_init__(self) -> None:

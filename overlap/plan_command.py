@@ -84,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
                 dtype=arguments.dtype,
                 cut=arguments.cut,
                 operand=arguments.operand,
+                starts_implied=not shims.EXPLICIT_STARTS,
             )
 
         cut = {"m": m, "k": k, "n": n}[arguments.cut]
@@ -118,6 +119,8 @@ def considered(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
     def follows(form: Form) -> bool:
         if form.route != "ring":
             return True
+        if form.pieces > rule.most_pieces:
+            return False
         if form.halfway:
             return rule.takes_halfway(len(chain.dots), explicit=explicit)
         if chain.gathers:

@@ -79,6 +79,8 @@ def candidates(
         if halfway and goes_halfway(base.directions, chain.collective.axis_size, axis.hardware):
             found.append(dataclasses.replace(base, halfway=True))
     most = MOST_PIECES if axis.hardware.opposite_hops_overlap else 1
+    if not thorough:
+        most = min(most, known.most_pieces)
     fitting = [
         s for s in dict.fromkeys(found) if _in_flight(chain, s) <= most and _fits(flow, chain, s, unit)
     ]

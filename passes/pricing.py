@@ -18,6 +18,7 @@ from cost_model.pipeline import gather_after, pipeline_estimate
 from cost_model.ring_copies import between_tiles_bytes
 from cost_model.ring_work import NOTHING_BEFORE, Before
 from passes.block_eval import accumulator_dtype, cut_once
+from passes.candidates import starts_explicitly
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
 from passes.dots import matmul
 from passes.graph import Dataflow
@@ -198,6 +199,7 @@ def gather_work(flow: Dataflow, chain: AllGatherDot, axis: Axis, before: Before 
             accumulator="float32" if accumulator is None else accumulator.name,
             accumulators=strips,
             hands_out_gathered=bool(chain.handed_out),
+            starts_implied=axis.hardware.network == "torus" and not starts_explicitly(flow),
             before=before,
         )
 

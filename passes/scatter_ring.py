@@ -86,8 +86,10 @@ class _Ring:
         self.read = read
         self.in_flight: list[int] = []
         self.wholes: dict[int, Any] = {}
-        # Dots of several steps that share their weights XLA:GPU makes one of, where it can.
-        self.ties_to_sums = shims.on_gpu(self.operand_aval) and not self.explicit
+        # Where compilers place the starts, XLA:GPU makes one of dots of several steps that share their
+        # weights, and the TPU compiler does not let the pieces take turns: hops have no product beside them.
+        on_accelerator = shims.on_gpu(self.operand_aval) or self.sum_first
+        self.ties_to_sums = on_accelerator and not self.explicit
         self.last_sum: Any = None
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
@@ -222,24 +224,23 @@ class _Ring:
     def _tie_to_operands(self, sent: list[Any], received: Any, piece: Piece) -> tuple[Any, dict[int, Any]]:
         """Ties the start of the last hop, and what has arrived, to the operands of the next product.
 
+        Where hops are not started explicitly, the sum that is to be sent takes the place of the start.
+
         Returns:
           what has arrived, and the piece's blocks of the operands.
         """
         futures = [sent[number] for number in self.in_flight]
         arrived = [] if received is None else [received]
         operands = self._blocks(piece) if self.schedule.cut == "early" else self.wholes
-        if futures or arrived:
-            tied = list(tie(*futures, *arrived, *operands.values()))
+        before = [self.last_sum] if self.ties_to_sums and self.last_sum is not None else []
+        if futures or arrived or (before and operands):
+            tied = list(tie_typed(self.flow, *futures, *arrived, *operands.values(), *before))
             for number in self.in_flight:
                 sent[number] = tied.pop(0)
             # The TPU compiler ends the process over a future that is tied and then not used.
             self.in_flight = []
             received = tied.pop(0) if arrived else None
-            operands = dict(zip(operands, tied, strict=True))
-        elif self.ties_to_sums and self.last_sum is not None and operands:
-            operands = dict(
-                zip(operands, tie_typed(self.flow, *operands.values(), self.last_sum), strict=False)
-            )
+            operands = dict(zip(operands, tied, strict=False))
         if self.schedule.cut == "early":
             return received, operands
         self.wholes = operands

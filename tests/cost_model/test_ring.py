@@ -21,7 +21,7 @@ from cost_model import (
     matmul_s,
     names,
 )
-from cost_model.ring import SHARDS_HELD
+from cost_model.ring import FORESEEN, SHARDS_HELD
 from cost_model.ring_copies import (
     COPYING_WHOLE,
     CUTTING,
@@ -274,6 +274,33 @@ def test_whole_shards_go_half_way_round_both_ways(shard_bytes: float, hop_s: flo
     assert priced.hop_latency_s == pytest.approx(2e-6)
     wanted_s = max(dots_s[0], hop_s) + max(dots_s[1], hop_s / 2) + dots_s[2]
     assert priced.overlapped_s == pytest.approx(wanted_s)
+
+
+@pytest.mark.parametrize(
+    ("form", "wire_s", "beside"),
+    [
+        ({}, 12e-3, 1),  # The only dot is beside the hop, whatever the compiler takes it for.
+        ({"directions": 2}, 4e-3, 1),
+        ({"directions": 2}, 20e-3, 1),
+        ({"directions": 2}, 40e-3, 2),
+        ({"directions": 2, "chains": 2}, 20e-3, 1),
+        ({"directions": 2, "chains": 2}, 40e-3, 2),
+        ({"directions": 2, "chains": 2}, 400e-3, 4),
+    ],
+    ids=str,
+)
+def test_a_compiler_that_places_the_starts_puts_few_dots_beside_a_hop(
+    form: Any, wire_s: float, beside: int
+) -> None:
+    """It takes a hop of 40 ms for one of 10, which is two dots of 6."""
+    form = {**form, "shard_bytes": 1e9 * wire_s * form.get("directions", 1)}
+    dots_s = form.get("directions", 1) * form.get("chains", 1) * _M_S
+    assert FORESEEN == 1 / 4
+    priced = _by_hand(**form, starts_implied=True)
+    assert priced.hops_s == pytest.approx(3 * wire_s)
+    assert priced.overlapped_s == pytest.approx(4 * dots_s + 3 * max(0.0, wire_s - beside * _M_S))
+    started = _by_hand(**form)
+    assert started.overlapped_s == pytest.approx(dots_s + 3 * max(dots_s, wire_s))
 
 
 def test_of_an_odd_number_nothing_goes_in_halves() -> None:

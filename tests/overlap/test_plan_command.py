@@ -20,6 +20,7 @@ from cost_model.explanation import explain
 from cost_model.plain_chain import Form, PlainChain, chain_of, forms, price
 from overlap import __main__, overlap_collectives
 from overlap.plan_command import considered
+from passes import shims
 from passes.candidates import candidates
 from passes.pricing import pricer
 from passes.schedule import RingSchedule
@@ -77,6 +78,7 @@ PROGRAMS: dict[str, tuple[Any, tuple[int, int], tuple[int, int], dict[str, Any]]
 
 
 def of_shape(options: dict[str, Any], dtype: str) -> PlainChain:
+    options = {**options, "starts_implied": not shims.EXPLICIT_STARTS}
     return chain_of(
         options["pattern"], M, K, N, dtype=dtype, **{k: v for k, v in options.items() if k != "pattern"}
     )

@@ -243,6 +243,7 @@ def test_the_orders_of_an_axis_are_used_one_by_one_and_together() -> None:
     assert found == {(1, orders[:1]), (2, orders[:1]), (1, orders[:2]), (2, orders[:2]), (1, orders)}
 
 
+@pytest.mark.usefixtures("explicit_starts")
 @pytest.mark.parametrize("thorough", [False, True])
 @pytest.mark.parametrize("make", [gather_free, gather_contracting, scatter, psum, psum_then_dot])
 def test_the_walks_of_a_cube_are_used_together_and_one_way(make: Any, thorough: bool) -> None:
@@ -375,6 +376,20 @@ def test_what_a_rule_says_is_proposed(hardware: Any, explicit: bool) -> None:
                 assert joined <= {False}
             else:
                 assert joined == ({False, True} if known.joined is None else {known.joined})
+
+
+@pytest.mark.parametrize(("hardware", "most"), [(V5P, 2), (by_name("tpu_v6e"), 2), (by_name("tpu_v5e"), 4)])
+def test_where_the_compiler_places_the_starts_few_sums_are_on_their_way_at_once(
+    hardware: Any, most: int
+) -> None:
+    """A search that compiles them tries more."""
+    flow, chain = scatter()
+    for explicit in (True, False):
+        with mock.patch.object(shims, "EXPLICIT_STARTS", explicit):
+            found = candidates(flow, chain, Axis(hardware, 4))
+            thorough = candidates(flow, chain, Axis(hardware, 4), thorough=True)
+        assert max(s.pieces for s in found) == (4 if explicit else most)
+        assert max(s.pieces for s in thorough) == 4
 
 
 def test_every_tpu_has_rules_and_the_others_the_default() -> None:

@@ -44,6 +44,9 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 """Rings by what they are for; the first word is the pattern. Walks are of so many dimensions."""
 
+LEFT_ALONE = ("gather one way, joined",)
+"""Where the compiler places the starts, it puts both hops that go one way before the same end of a matmul."""
+
 CHUNKS: dict[str, dict[str, Any]] = {
     "psum in chunks of rows": {"directions": 2, "columns": 2},
     "psum in chunks of columns": {"directions": 2, "columns": 4, "across": True},
@@ -172,9 +175,9 @@ def test_the_compiler_takes_a_ring_and_keeps_its_hops(name: str) -> None:
 
 
 @needs_libtpu
-@pytest.mark.skipif(not shims.EXPLICIT_STARTS, reason="the compiler of this jax places the starts itself")
-@pytest.mark.parametrize("name", FORMS)
-def test_every_hop_that_is_started_explicitly_has_a_matmul_beside_it(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in FORMS if shims.EXPLICIT_STARTS or name not in LEFT_ALONE])
+def test_every_hop_has_a_matmul_beside_it(name: str) -> None:
+    """Where the compiler places the starts too: the products for a scatter's pieces take turns."""
     module = compiled()[name]
     assert [hop for each in runs(module) for hop in exposed(module, module.computation(each))] == []
 
