@@ -41,7 +41,7 @@ def test_what_it_costs_is_tabled_with_the_figures_of_the_last_run() -> None:
 
 def summary() -> dict[str, tuple[str, str]]:
     """The first table's results and their kinds, by the name of the run that they are from."""
-    programs, matmuls, overhead, gpu, steps_of_gpu, rolled, tpu, nets, rings, network, decisions = (
+    programs, matmuls, overhead, gpu, steps_of_gpu, rolled, tpu, implied, nets, rings, network, decisions = (
         json.loads((RESULTS / f"{name}.json").read_text())
         for name in (
             "programs",
@@ -51,6 +51,7 @@ def summary() -> dict[str, tuple[str, str]]:
             "gpu_steps",
             "rolled_rings",
             "tpu_schedules",
+            "tpu_schedules_implied",
             "nets",
             "ring_model",
             "network",
@@ -66,6 +67,7 @@ def summary() -> dict[str, tuple[str, str]]:
         for version in ("original", "ring")
     }
     (auto,) = (means for means in gpu["summary"]["means"] if means["version"] == "auto")
+    (placed,) = (means for means in implied["summary"]["means"] if means["version"] == "auto")
     of_tpus = {means["version"]: means for means in tpu["summary"]["means"]}
     took = {(row["pattern"], row["devices"], row["form"]): row for row in rolled["rows"]}
     patterns = {pattern for pattern, _, _ in took}
@@ -118,6 +120,12 @@ def summary() -> dict[str, tuple[str, str]]:
             )
             for version in ("auto", "verify")
         },
+        "tpu_schedules_implied": (
+            f"×{placed['over_original']:.2f} over the original, {placed['efficiency']:.0%} of the limit, "
+            f"{len(implied['summary']['slower']['auto'])} rows slower, "
+            f"{len(implied['summary']['more_memory']['auto'])} with more memory",
+            "modelled",
+        ),
         "nets": (
             f"×{nets['summary']['time']:.2f} (slowest ×{nets['summary']['slowest']:.2f}), "
             f"memory ×{nets['summary']['memory']:.2f}",

@@ -242,5 +242,10 @@ def reason(row: Row, figures: Figures) -> str:
 
 
 def to_dict(summary: Summary) -> dict[str, Any]:
-    """For JSON."""
-    return {**dataclasses.asdict(summary), "met": {v: summary.met(v) for v in summary.slower}}
+    """For JSON, which has no way to write what is not a number."""
+    means = [
+        {name: None if value != value else value for name, value in dataclasses.asdict(each).items()}
+        for each in summary.means
+    ]
+    met = {version: summary.met(version) for version in summary.slower}
+    return {**dataclasses.asdict(summary), "means": means, "met": met}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -106,6 +107,16 @@ def table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in cells)
 
 
+def known(value: float) -> bool:
+    """Whether a mean is one: of no rows it is not a number."""
+    return not math.isnan(value)
+
+
+def mean(value: float, digits: int = 3) -> str:
+    """A mean in a table, whose cell stays empty where nothing was measured."""
+    return f"{value:.{digits}f}" if known(value) else ""
+
+
 def headline(rows: Sequence[Row], summary: Summary) -> str:
     """How many rows there are and count."""
     low, high = summaries.COUNTED
@@ -124,7 +135,7 @@ def targets(summary: Summary) -> str:
         lines.append([name, *(value(version) for version in ours)])
 
     def against(value: float, target: float) -> str:
-        return f"{value:.3f} ({'≥' if value >= target else '**below**'} {target})"
+        return f"{value:.3f} ({'≥' if value >= target else '**below**'} {target})" if known(value) else ""
 
     def means_of(version: str) -> summaries.Means:
         found = summary.of(version)
@@ -137,7 +148,7 @@ def targets(summary: Summary) -> str:
             "geometric mean speed-up over the better of XLA's modes",
             lambda v: against(means_of(v).over_xla, SPEED_UP[v]),
         )
-        line("the same, sceptical", lambda v: f"{means_of(v).over_xla_sceptical:.3f}")
+        line("the same, sceptical", lambda v: mean(means_of(v).over_xla_sceptical))
     line("rows slower than the original by more than 1 %", lambda v: str(len(summary.slower[v])))
     line("rows with more temporary memory than the original", lambda v: str(len(summary.more_memory[v])))
     return table(("", *(TITLES[version] for version in ours)), lines)
@@ -159,8 +170,8 @@ def means(summary: Summary) -> str:
             TITLES[m.version],
             str(m.rows),
             f"{m.efficiency:.3f}",
-            f"{m.over_xla:.3f}",
-            f"{m.over_xla_sceptical:.3f}",
+            mean(m.over_xla),
+            mean(m.over_xla_sceptical),
             f"{m.over_original:.3f}",
             f"{m.over_original_sceptical:.3f}",
         )
@@ -177,7 +188,7 @@ def by(rows: Sequence[Row], key: Callable[[Row], str], heading: str) -> str:
         cells = [name, str(len(group)), f"{summaries.means_of(group, ORIGINAL).efficiency:.3f}"]
         for version in ours:
             found = summaries.means_of(group, version)
-            cells += [f"{found.efficiency:.3f}", f"{found.over_xla:.2f}"]
+            cells += [f"{found.efficiency:.3f}", mean(found.over_xla, 2)]
         lines.append(cells)
     headings = [heading, "rows", "original"]
     for version in ours:
