@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ TEXT_SUFFIXES: Final = (".txt", ".hlo")
 """Names that ``compiled.as_text()`` may have been saved under."""
 
 _PROTO_SUFFIXES: Final = (".pb", ".binpb", ".pbtxt", ".textproto", ".hlo_snapshot")
+_GZIP: Final = b"\x1f\x8b"
 _HEADER: Final = "HloModule"
 _SCHEDULED: Final = "is_scheduled=true"
 
@@ -72,7 +75,7 @@ def find(path: Path) -> list[Path]:
 
 
 def read(path: Path) -> Dump:
-    """The module in a file.
+    """The module in a file, which may be compressed by gzip.
 
     Raises:
       DumpError: the file cannot be read, or is no scheduled module in the text form of HLO.
@@ -81,6 +84,11 @@ def read(path: Path) -> Dump:
         data = path.read_bytes()
     except OSError as error:
         raise DumpError(_cannot_read(path, error)) from error
+    if data.startswith(_GZIP):
+        try:
+            data = gzip.decompress(data)
+        except (OSError, EOFError, zlib.error) as error:
+            raise DumpError(f"{path}: this is compressed by gzip, and damaged: {error}") from error
     if not data.strip():
         raise DumpError(f"{path}: the file is empty.")
     try:

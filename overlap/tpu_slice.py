@@ -7,9 +7,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import cost_model
 from cost_model import Hardware
+
+MOST_CHIPS: Final = 9216
+"""Chips of the largest pod there is, one of TPU7x."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +36,16 @@ def read_shape(text: str) -> tuple[str | None, tuple[int, ...]]:
     """Hardware's name, if any, and the chips along each dimension, of ``v5p:2x2x4`` or ``2x2x4``.
 
     Raises:
-      ValueError: it is neither, or the hardware is unknown.
+      ValueError: it is neither, the hardware is unknown, or there is no slice so large.
     """
     found = re.fullmatch(r"(?:(\w+):)?([1-9]\d{0,4}(?:x[1-9]\d{0,4}){0,2})", text.strip())
     if found is None:
         raise ValueError(f"topology {text!r} is no shape of a slice, such as 4x4x4 or v5p:2x2x4")
     shape = tuple(map(int, found[2].split("x")))
+    if math.prod(shape) > MOST_CHIPS:
+        raise ValueError(
+            f"topology {text!r} has {math.prod(shape):,} chips, and the largest pod has {MOST_CHIPS:,}"
+        )
     if found[1] is None:
         return None, shape
     name = f"tpu_{found[1].removeprefix('tpu')}"

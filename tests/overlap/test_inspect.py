@@ -179,6 +179,11 @@ class TestSlice:
         with pytest.raises(ValueError, match="no shape of a slice"):
             tpu_slice.read_shape(text)
 
+    def test_no_slice_is_larger_than_a_pod(self) -> None:
+        assert tpu_slice.read_shape("tpu7x:16x24x24") == ("tpu_7x", (16, 24, 24))
+        with pytest.raises(ValueError, match="1,000,000 chips, and the largest pod has 9,216"):
+            tpu_slice.read_shape("v5p:100x100x100")
+
 
 SCRIPT = """
 import json, sys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import subprocess
@@ -136,6 +137,9 @@ class TestRead:
             (b"", "the file is empty"),
             (b"\x00\x01\x02" * 99, "binary, not text"),
             (b"\xff\xfe\xfa", "binary, not text"),
+            (b"\x1f\x8b\x08", "compressed by gzip, and damaged"),
+            (gzip.compress(b"milk, eggs"), "line 1"),
+            (gzip.compress(b"HloModule f")[:-9], "compressed by gzip, and damaged"),
             (b"milk, eggs", "line 1"),
             (b"HloModule", "is not scheduled"),
             (
@@ -152,6 +156,12 @@ class TestRead:
         with pytest.raises(DumpError, match=words) as raised:
             read(path)
         assert "\x1b" not in str(raised.value)
+
+    def test_a_compressed_dump(self, tmp_path: Path, dump: Path) -> None:
+        (path,) = (path for path in find(dump) if "gather" in path.name)
+        compressed = tmp_path / f"{path.name}.gz"
+        compressed.write_bytes(gzip.compress(path.read_bytes()))
+        assert read(compressed).module == read(path).module
 
     def test_what_cannot_be_opened(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(path: Path) -> bytes:
