@@ -24,7 +24,9 @@ from overlap import tpu_target
 from passes import shims
 
 NAME: Final = "tpu_schedules" if shims.EXPLICIT_STARTS else "tpu_schedules_implied"
-TITLE: Final = "Schedules by the TPU compiler"
+TITLE: Final = "Schedules by the TPU compiler" + (
+    "" if shims.EXPLICIT_STARTS else " where it places the starts of hops"
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
