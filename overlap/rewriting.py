@@ -109,12 +109,19 @@ class Rewriter:
         return passes.with_derivative_of(jaxpr, run, self._rewrite_derivative, self.failed)
 
     def _rewrite_derivative(self, jaxpr: Any) -> Callable[..., list[Any]]:
-        """A part of the program's derivative, rewritten; as it is if the pass fails on it."""
+        """A part of the program's derivative, rewritten; as it is if the pass fails on it.
+
+        Hops that are started explicitly jax cannot differentiate: the part carries its own derivative then.
+        Elsewhere jax differentiates the rings: before 0.12 a Hessian of rules within rules is refused.
+        """
         try:
-            plan = self._plan(jaxpr, differentiable=False)
+            guarded = shims.EXPLICIT_STARTS
+            plan = self._plan(jaxpr, differentiable=not guarded)
             self.log(plan)
             if plan.changes:
-                run = self._with_derivative(jaxpr, passes.rewritten(plan))
+                run = passes.rewritten(plan)
+                if guarded:
+                    run = self._with_derivative(jaxpr, run)
                 return self._jitted(run, jaxpr, jaxpr.in_avals)
         except Exception as error:
             self.failed(error)
