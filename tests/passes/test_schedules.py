@@ -455,6 +455,7 @@ def explicit_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shims, "explicit_starts", lambda aval: True)
     for emitter in ("gather_ring", "scatter_ring", "psum_pipeline"):
         monkeypatch.setattr(f"passes.{emitter}.tie", lambda *values: values)
+    monkeypatch.setattr("passes.scatter_ring.tie_typed", lambda _, *values: values)
 
 
 EXPLICIT = {
