@@ -112,7 +112,7 @@ class Rewriter:
         """A part of the program's derivative, rewritten; as it is if the pass fails on it.
 
         Hops that are started explicitly jax cannot differentiate: the part carries its own derivative then.
-        Elsewhere jax differentiates the rings: before 0.12 a Hessian of rules within rules is refused.
+        Elsewhere jax differentiates the rings, which leave out what it cannot (see ``shims.uninitialised``).
         """
         try:
             guarded = shims.EXPLICIT_STARTS

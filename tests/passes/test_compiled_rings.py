@@ -146,13 +146,14 @@ def placed_alone(module: Module, computation: Computation) -> int:
     return found
 
 
+def instructions(module: Module) -> list[Instruction]:
+    """Those of all computations that run one by one."""
+    return [each for name in runs(module) for each in module.computation(name).instructions]
+
+
 def placed_by_loops(module: Module) -> int:
     """How many fusions do nothing but place something, which compilers make slow loops of."""
-    return sum(
-        instruction.opcode == "fusion" and places(module, instruction)
-        for name in runs(module)
-        for instruction in module.computation(name).instructions
-    )
+    return sum(each.opcode == "fusion" and places(module, each) for each in instructions(module))
 
 
 def permutes(module: Module) -> int:
@@ -206,11 +207,9 @@ def test_shards_of_a_psum_are_placed_by_writes_of_their_own(name: str) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_where_blocks_are_is_computed_from_scalars(form: str) -> None:
     """A table would be a buffer in main memory, and reading it a transfer from there."""
-    module = compiled()[form]
     tables = [
         instruction
-        for name in runs(module)
-        for instruction in module.computations[name].instructions
+        for instruction in instructions(compiled()[form])
         for array in instruction.shape.arrays
         if array.dtype in ("s32", "u32") and array.size > 1
     ]
@@ -221,11 +220,9 @@ def test_where_blocks_are_is_computed_from_scalars(form: str) -> None:
 @pytest.mark.parametrize("name", [name for name in FORMS if name.startswith("sums")])
 def test_sums_are_added_up_in_the_matmuls(name: str) -> None:
     """Else every sum is read and written apart, in each step."""
-    module = compiled()[name]
     apart = [
         instruction
-        for computation in runs(module)
-        for instruction in module.computations[computation].instructions
+        for instruction in instructions(compiled()[name])
         if instruction.opcode == "add" and any(array.size > 1 for array in instruction.shape.arrays)
     ]
     assert not apart
