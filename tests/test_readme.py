@@ -72,7 +72,7 @@ def summary() -> dict[str, tuple[str, str]]:
     took = {(row["pattern"], row["devices"], row["form"]): row for row in rolled["rows"]}
     patterns = {pattern for pattern, _, _ in took}
     growth = [
-        took[pattern, 256, "rolled"]["compile_s"] / took[pattern, 16, "rolled"]["compile_s"]
+        took[pattern, 256, "rolled"]["compile_cpu_s"] / took[pattern, 16, "rolled"]["compile_cpu_s"]
         for pattern in patterns
     ]
     hops = [

@@ -174,13 +174,13 @@ def compiled_figures(
     known = {} if known is None else known
     begin = time.perf_counter()
     decided = decisions(function, operands) if isinstance(function, Overlapped) else {}
-    searched = time.perf_counter()
+    searched, before_s = time.perf_counter(), time.process_time()
     lowered = function.trace(*operands).lower(lowering_platforms=platforms(topology))
     program = _NAME.sub("", lowered.as_text()), options is not None
     if program in known:
         return dataclasses.replace(known[program], **{**NOT_OURS, **decided}, search_s=searched - begin)
     compiled = lowered.compile(compiler_options=dict(options) if options else None)
-    done = time.perf_counter()
+    compile_cpu_s = time.process_time() - before_s
     module = parse(compiled.as_text())
     timeline = simulate(module, topology=topology)
     sceptical = simulate(module, topology=topology, elementwise="bandwidth")
@@ -195,7 +195,7 @@ def compiled_figures(
         link_s=busiest_link_s(timeline),
         temp_bytes=temporary_bytes(compiled) or 0,
         search_s=searched - begin,
-        compile_s=done - searched,
+        compile_cpu_s=compile_cpu_s,
         order=found.text,
         permutes=found.permutes,
         idle=found.idle,

@@ -35,7 +35,6 @@ class Figures:
       link_s: in which the busiest link direction is occupied.
       temp_bytes: temporary memory of one device.
       search_s: measured, of deciding on schedules; with "verify" of compiling those that are tried.
-      compile_s: measured, of tracing, rewriting and compiling the program itself.
       schedule: of each of our sites, the ring's schedule, or "kept"; empty for other versions.
       rewritten, sites: collectives that rings replace, and all that the pass saw.
       sentences: why sites were kept.
@@ -43,6 +42,8 @@ class Figures:
       permutes: how many permutes the schedule has; a loop's count once.
       idle: names of permutes with no matmul between start and done.
       date: on which it was compiled; empty where that was not kept.
+      compile_cpu_s: measured processor seconds, of all threads, of tracing, rewriting and compiling the
+        program itself; None where that was not measured.
     """
 
     total_s: float
@@ -56,7 +57,6 @@ class Figures:
     link_s: float
     temp_bytes: int
     search_s: float
-    compile_s: float
     schedule: str = ""
     rewritten: int = 0
     sites: int = 0
@@ -65,6 +65,7 @@ class Figures:
     permutes: int = 0
     idle: tuple[str, ...] = ()
     date: str = ""
+    compile_cpu_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ class Means:
       efficiency: limit over time.
       over_xla, over_original: speed-ups over the better of XLA's modes and over the original.
       over_xla_sceptical, over_original_sceptical: the same with elementwise work at the memory bandwidth.
+      compiling: processor time of compiling over the original's; not a number where none was measured.
     """
 
     version: str
@@ -43,6 +44,7 @@ class Means:
     over_xla_sceptical: float
     over_original: float
     over_original_sceptical: float
+    compiling: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +153,7 @@ def means_of(rows: Sequence[Row], version: str) -> Means:
         over_xla_sceptical=over(xla, True),
         over_original=over(original, False),
         over_original_sceptical=over(original, True),
+        compiling=geometric_mean(ratio for row in present if (ratio := compiling(row, version))),
     )
 
 
@@ -174,6 +177,12 @@ def more_memory(row: Row, version: str) -> bool:
     if version not in row.versions:
         return False
     return row.versions[version].temp_bytes > row.versions[ORIGINAL].temp_bytes
+
+
+def compiling(row: Row, version: str) -> float | None:
+    """Processor time of compiling a version over the original's; None where it was not measured."""
+    ours, before = (row.versions[name].compile_cpu_s for name in (version, ORIGINAL))
+    return ours / before if ours and before else None
 
 
 def extra_memory(row: Row, version: str) -> str:

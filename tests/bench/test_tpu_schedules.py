@@ -42,7 +42,7 @@ def figures(total_s: float, **changes: Any) -> Figures:
         "link_s": 0.0,
         "temp_bytes": 100,
         "search_s": 0.0,
-        "compile_s": 1.0,
+        "compile_cpu_s": 1.0,
     }
     return Figures(**{**given, **changes})
 
@@ -174,6 +174,19 @@ def test_means_are_geometric_and_of_the_rows_that_count() -> None:
     assert means.over_xla == pytest.approx(math.sqrt(4.0 * 0.25))
     assert means.over_xla_sceptical == pytest.approx(math.sqrt(4.0 * 0.5))
     assert means.over_original == pytest.approx(math.sqrt(2.0 * 0.5))
+
+
+def test_compiling_is_compared_where_it_was_measured() -> None:
+    rows = [
+        row("a", original=figures(1.0), auto=figures(1.0, compile_cpu_s=2.0), verify=figures(1.0)),
+        row("b", original=figures(1.0, compile_cpu_s=2.0), auto=figures(1.0, compile_cpu_s=16.0)),
+        row("c", original=figures(1.0), auto=figures(1.0, compile_cpu_s=None)),
+        row("d", original=figures(1.0), verify=figures(1.0, compile_cpu_s=None)),
+    ]
+    assert summary.means_of(rows, AUTO).compiling == pytest.approx(4.0)
+    assert math.isnan(summary.means_of(rows[3:], VERIFY).compiling)
+    told = tables.costs(rows).splitlines()[-1].split("|")
+    assert [cell.strip() for cell in told[8:11]] == ["1.0", "", ""]
 
 
 def test_the_better_of_two_modes_counts() -> None:
