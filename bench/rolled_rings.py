@@ -149,10 +149,9 @@ def document(rows: Sequence[Compiled], made_with: dict[str, str]) -> str:
     lines = [
         "# Rolled rings",
         "",
-        f"TPU v6e, {ROWS} rows a device, bfloat16. Made with {spelled(made_with)}. "
-        "Compile times are measured in processor",
-        "seconds of all threads (the least of several), times per hop modelled from the compiled schedule; the",
-        "memory is the compiler's account.",
+        f"TPU v6e, {ROWS} rows a device, bfloat16. Made with {spelled(made_with)}.",
+        "Compile times are processor seconds of all threads (the least of several, measured), times per hop",
+        "modelled from the compiled schedule; the memory is the compiler's account.",
         "",
         "| chain | devices | form | compiling | per hop | temporary memory | schedule |",
         "|---|---|---|---|---|---|---|",
