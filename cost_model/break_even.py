@@ -15,8 +15,9 @@ from typing import Final, Literal
 
 from cost_model.axis import Axis
 from cost_model.explanation import explain
+from cost_model.form import Form
 from cost_model.hardware import Hardware
-from cost_model.plain_chain import Form, PlainChain, pays
+from cost_model.plain_chain import PlainChain, pays
 from cost_model.ring import Estimate
 
 Variable = Literal["tokens", "axis_size", "bandwidth"]

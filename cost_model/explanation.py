@@ -14,22 +14,15 @@ from fractions import Fraction
 from typing import Any, Final, Literal
 
 from cost_model.axis import Axis
+from cost_model.chain_sizes import piece_in_turn
 from cost_model.dtypes import dtype_bytes
+from cost_model.form import Form
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
 from cost_model.offloaded import sums_whole
 from cost_model.on_chip import SIDES, Side, Whole
 from cost_model.pipeline import gather_after, last_gather_s
-from cost_model.plain_chain import (
-    Form,
-    PlainChain,
-    forms,
-    gathered_bytes,
-    pays,
-    piece_in_turn,
-    price,
-    works,
-)
+from cost_model.plain_chain import PlainChain, forms, gathered_bytes, pays, price, works
 from cost_model.ring import Estimate, dots_as_written
 
 Bound = Literal["compute", "memory", "bandwidth", "latency", "nothing"]
@@ -352,7 +345,7 @@ def _collective_s(chain: PlainChain, axis: Axis, full_bytes: float) -> float:
 def _candidate(chain: PlainChain, form: Form, axis: Axis) -> Candidate:
     priced = price(chain, form, axis)
     if form.route != "ring":
-        return _in_turn(chain, form, priced)
+        return _in_turn(chain, form, priced, axis)
     (work,) = works(chain, form, axis) or (None,)
     columns = 1 if work is None else work.columns
     steps, hops = axis.size * columns, (axis.size - 1) * columns
@@ -392,14 +385,14 @@ def _candidate(chain: PlainChain, form: Form, axis: Axis) -> Candidate:
     )
 
 
-def _in_turn(chain: PlainChain, form: Form, priced: Estimate) -> Candidate:
+def _in_turn(chain: PlainChain, form: Form, priced: Estimate, axis: Axis) -> Candidate:
     """Pieces that go by collectives in turn: as many steps, and a hop each."""
     dots_s, hop_s = priced.partials_s / form.chains, priced.hops_s / form.chains
     first_s, last_s = (0.0, dots_s) if chain.gathers else (dots_s, 0.0)
     return Candidate(
         form=form,
         estimate=priced,
-        partials=piece_in_turn(chain, form, chain.dots),
+        partials=piece_in_turn(chain.sizes(axis), form),
         steps=form.chains,
         hops=form.chains,
         step_dots_s=dots_s,

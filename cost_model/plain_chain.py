@@ -3,52 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Final, Literal, Protocol, get_args
+from typing import Final, Literal, get_args
 
-from cost_model.axis import Axis, Directions
+from cost_model.axis import Axis
+from cost_model.chain_sizes import CutRows, GatherSizes, ScatterSizes, Sizes, pricer
 from cost_model.dtypes import dtype_bytes, parse_dtype
 from cost_model.exchange import exchange_estimate
+from cost_model.form import EXCHANGE, Form
+from cost_model.forms import LONGEST_UNROLLED, Cuttable
+from cost_model.forms import forms as forms_of
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
-from cost_model.offloaded import (
-    LEAST_ROWS,
-    InTurn,
-    counts,
-    hides_rows,
-    in_words,
-    is_offloaded,
-    offloaded_estimate,
-    sums_whole,
-)
-from cost_model.pipeline import gather_after, pipeline_estimate
-from cost_model.ring import Estimate, estimate
-from cost_model.ring_copies import between_tiles_bytes
-from cost_model.ring_work import Cut, RingWork
-from cost_model.tile import LANES, tile_rows
+from cost_model.offloaded import sums_whole
+from cost_model.ring import Estimate
+from cost_model.ring_work import RingWork
+from cost_model.tile import tile_rows
 
 Pattern = Literal["all_gather_dot", "dot_reduce_scatter", "dot_psum", "all_to_all_dot", "dot_all_to_all"]
 PATTERNS: Final[tuple[Pattern, ...]] = get_args(Pattern)
 Dim = Literal["batch", "m", "k", "n"]
 
-MOST_PIECES: Final = 4
-"""With more hops in flight at once the TPU compiler gives up; the GPU compiler with more than one."""
-
-COLUMNS: Final = (1, 2, 4, 8, 16)
-"""Into how many columns a gather on a contracting dim may be cut, and a psum into chunks."""
-
 LEAST_ROUNDED: Final = 512
 """Rows, columns and depth of a block from which on all its pieces are surely the matrix unit's."""
-
-LONGEST_UNROLLED: Final = 24
-"""Devices on the longest axis whose ring is unrolled: compile time grows faster than the ring."""
-
-LEAST_COLUMN: Final = 256
-"""Elements below which a column makes a matmul too narrow for the matrix unit."""
 
 
 def surely_rounds(block: Matmul) -> bool:
@@ -173,76 +152,55 @@ class PlainChain:
         """Into how many equal parts one device's block of every dot can be cut."""
         return math.gcd(*(getattr(dot.matmul, dot.cut) // axis_size for dot in self.dots))
 
-
-class Pieces(Protocol):
-    """Into what a ring's blocks are cut, as a `Form` or a ring schedule has it; see `RingWork`."""
-
     @property
-    def chains(self) -> int: ...
-    @property
-    def columns(self) -> int: ...
-    @property
-    def across(self) -> bool: ...
-    @property
-    def joined(self) -> bool: ...
-    @property
-    def halfway(self) -> bool: ...
-    @property
-    def cut(self) -> Cut: ...
+    def sums(self) -> bool:
+        """Whether dots of a gather add up."""
+        return any(dot.cut == "k" for dot in self.dots)
 
+    def cuttable(self, axis: Axis) -> Cuttable:
+        """Into what the blocks can be cut."""
+        psum = self.pattern == "dot_psum"
+        return Cuttable(
+            collective="all_gather" if self.gathers else "psum" if psum else "reduce_scatter",
+            unit=self.unit(axis.size),
+            tile_rows=tile_rows(min(dtype_bytes(dot.matmul.dtype) for dot in self.dots)),
+            strip=0 if self.free is None else getattr(self.dots[0].matmul, self.free),
+            sums=self.sums,
+            # Of dots that add up the pieces would be no larger, and what is rounded to travel is slow to cut
+            # again.
+            halfway=not self.sums and self.wire_bytes(axis) == self.moved_bytes,
+            # Strips of every row are not cut into chunks.
+            chunks=psum and not self.starts_implied and all(dot.cut != "n" for dot in self.dots),
+        )
 
-def cut_in_words(pieces: Pieces) -> list[str]:
-    """How a ring's blocks are cut, as forms and schedules say it; nothing where they are not."""
-    said = {
-        f"{pieces.chains} chains": pieces.chains > 1,
-        f"{pieces.columns} columns": pieces.columns > 1,
-        "cut across": pieces.across,
-        "joined": pieces.joined,
-        "half way": pieces.halfway,
-        f"cut {pieces.cut}": pieces.cut != "dot",
-    }
-    return [words for words, so in said.items() if so]
+    def sizes(self, axis: Axis) -> Sizes:
+        """What prices ask of it, but of an all_to_all."""
+        multiplied = self.multiplied(axis) if self.gathers else self.dots
 
+        def dots(share: Fraction, strip: Fraction) -> tuple[Matmul, ...]:
+            across = None if self.free is None or strip == 1 else (self.free, strip)
+            return tuple(dot.piece(share, across) for dot in multiplied)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """How the rings run: the part of a ring schedule that has a price. See `RingWork` for the fields.
-
-    Attributes:
-      route: a ring, or by which collectives pieces go in turn. See `offloaded`.
-    """
-
-    route: Literal["ring", "all_gather", "all_reduce", "reduce_scatter"] = "ring"
-    directions: Directions = 1
-    rings: int = 1
-    walks: bool = False
-    chains: int = 1
-    columns: int = 1
-    across: bool = False
-    joined: bool = False
-    halfway: bool = False
-    cut: Cut = "dot"
-    wide_wire: bool = False
-
-    @property
-    def pieces(self) -> int:
-        """Pieces of a shard, and so of a step."""
-        return self.directions * self.rings * self.chains
-
-    def __str__(self) -> str:
-        if self.route != "ring":
-            return in_words(self.route, self.chains, across=self.across)
-        words = ["unidirectional" if self.directions == 1 else "bidirectional"]
-        if self.rings > 1:
-            words.append(f"{self.rings} {'walks' if self.walks else 'rings'}")
-        words += cut_in_words(self)
-        if self.wide_wire:
-            words.append("float32 wire")
-        return ", ".join(words)
-
-
-EXCHANGE: Final = Form()
-"""The one form of an all_to_all chain: every block goes straight to where it belongs."""
+        if self.gathers:
+            summed = [accumulator(dot.matmul.result_dtype) for dot in self.dots if dot.cut == "k"]
+            return GatherSizes(
+                dots=dots,
+                sent_bytes=self.wire_bytes(axis),
+                gathered_bytes=gathered_bytes(self, axis),
+                accumulator=max(summed, key=dtype_bytes, default="float32"),
+                hands_out_gathered=self.handed_out,
+                starts_implied=self.starts_implied and axis.hardware.network == "torus",
+            )
+        rows = (dot.matmul for dot in self.dots if dot.cut == "m" and not dot.apart)
+        return ScatterSizes(
+            dots=dots,
+            elements=self.elements,
+            dtype=self.dtype,
+            accumulator=accumulator(self.dtype),
+            apart_bytes=sum(dot.copied_bytes for dot in self.dots),
+            rows=tuple(CutRows(of.lhs_bytes, of.m, dtype_bytes(of.dtype)) for of in rows),
+            sums_whole=self.pattern == "dot_reduce_scatter" and sums_whole(self.dtype, axis),
+        )
 
 
 def chain_of(
@@ -306,33 +264,19 @@ def forms(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
     if "all_to_all" in chain.pattern:
         return (EXCHANGE,)
     if chain.gathers and "cpu" in axis.hardware.device_kinds and axis.size <= LONGEST_UNROLLED:
-        return (Form(),)
-    unit = chain.unit(axis.size)
-    most = MOST_PIECES if axis.hardware.opposite_hops_overlap else 1
-    # XLA:CPU adds narrow floats up in float32 when it scatters, and so do rings there.
-    wide = not chain.gathers and "cpu" in axis.hardware.device_kinds
-    fitting = [
-        dataclasses.replace(form, wide_wire=wide)
-        for form in _all(chain, axis)
-        if _in_flight(chain, form) <= most and _fits(chain, form, unit)
-    ]
-    fitting.extend(_offloaded(chain, axis, unit))
-    return tuple(fitting) or (Form(wide_wire=wide),)
+        return (Form(), Form(late=True))
+    return forms_of(chain.cuttable(axis), axis)
 
 
 def works(chain: PlainChain, form: Form, axis: Axis) -> tuple[RingWork, ...]:
     """The rings of a chain: one; for a psum that of its scatter. None where no ring is run."""
     if "all_to_all" in chain.pattern or form.route != "ring":
         return ()
-    return (_gather_work(chain, form, axis) if chain.gathers else _scatter_work(chain, form, axis),)
+    return (chain.sizes(axis).work(form, axis),)
 
 
 def price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
-    """The predicted times of the chain as it stands, and as rings of this form.
-
-    As `passes.pricing` has it of a program: a psum is a scatter ring and then a gather of its own, or, in
-    columns, both side by side.
-    """
+    """The predicted times of the chain as it stands, and as rings of this form."""
     if "all_to_all" in chain.pattern:
         share = Fraction(1, axis.size)
         return exchange_estimate(
@@ -341,38 +285,7 @@ def price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
             partials=tuple(dot.piece(share) for dot in chain.dots),
             axis=axis,
         )
-    if form.route != "ring":
-        return _offloaded_price(chain, form, axis)
-    (work,) = works(chain, form, axis)
-    if chain.pattern != "dot_psum":
-        return estimate(work, axis)
-    width = dtype_bytes(chain.dtype)
-    if form.columns > 1:
-        return pipeline_estimate(work, chain.moved_bytes, width, axis, across=form.across)
-    return estimate(work, axis) + gather_after(chain.moved_bytes, width, axis)
-
-
-def _offloaded_price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
-    """The price of pieces that go by collectives in turn."""
-    assert form.route != "ring"
-    dots = chain.multiplied(axis) if chain.gathers else chain.dots
-    work = InTurn(
-        collective=form.route,
-        pieces=form.chains,
-        across=form.across,
-        moved_bytes=gathered_bytes(chain, axis) if chain.gathers else chain.moved_bytes,
-        matmuls=tuple(dot.matmul for dot in dots),
-        piece=piece_in_turn(chain, form, dots),
-    )
-    return offloaded_estimate(work, price(chain, Form(), axis), axis)
-
-
-def piece_in_turn(chain: PlainChain, form: Form, dots: tuple[PlainDot, ...]) -> tuple[Matmul, ...]:
-    """One piece of each of the chain's dots, where pieces go by collectives in turn."""
-    share = Fraction(1, form.chains)
-    if form.across and chain.free is not None:
-        return tuple(dot.piece(Fraction(1), (chain.free, share)) for dot in dots)
-    return tuple(dot.piece(share) for dot in dots)
+    return pricer(chain.sizes(axis), axis, psum=chain.pattern == "dot_psum")(form)
 
 
 def pays(priced: Estimate, hardware: Hardware) -> bool:
@@ -389,181 +302,13 @@ def best(chain: PlainChain, axis: Axis, among: tuple[Form, ...] | None = None) -
     return max(priced, key=lambda pair: pair[1].rank)
 
 
-def goes_halfway(directions: Directions, axis_size: int, hardware: Hardware) -> bool:
-    """Whether whole shards may go half way round in place of half-shards: on TPUs, where rings are unrolled.
-
-    Of two devices half-shards go one hop either way.
-    """
-    return directions == 2 and 2 < axis_size <= LONGEST_UNROLLED and hardware.network == "torus"
-
-
-def makes_strips(size: int, columns: int) -> bool:
-    """Whether a psum's columns, of which there are so many elements, make so many equal chunks."""
-    return not size % columns and size // columns >= LEAST_COLUMN
-
-
-def cuts(axis: Axis, *, gathers: bool, sums: bool) -> tuple[Cut, ...]:
-    """The ways worth trying to cut blocks out of an operand: a TPU's compiler keeps some copies on chip.
-
-    Args:
-      axis: the devices.
-      gathers: whether the ring gathers; else it scatters.
-      sums: whether dots of a gather add up. Where they do not, no operand is cut.
-    """
-    if axis.hardware.network != "torus" or (gathers and not sums):
-        return ("dot",)
-    return ("dot", "apart") if gathers else ("dot", "early")
-
-
-def _all(chain: PlainChain, axis: Axis) -> Iterator[Form]:
-    ways: tuple[Directions, ...] = (1, 2)
-    rings = range(1, max(1, len(axis.orders)) + 1)
-    bases = [Form(directions=way, rings=count) for way, count in itertools.product(ways, rings)]
-    if axis.walks:
-        bases.append(Form(rings=len(axis.walks), walks=True))
-    ways_to_cut = cuts(axis, gathers=chain.gathers, sums=any(dot.cut == "k" for dot in chain.dots))
-    bases = [dataclasses.replace(base, cut=cut) for base in bases for cut in ways_to_cut]
-    # Of dots that add up the pieces would be no larger, and what is rounded to travel is slow to cut again.
-    halfway = all(dot.cut != "k" for dot in chain.dots) and chain.wire_bytes(axis) == chain.moved_bytes
-    for base in bases:
-        if chain.gathers:
-            for columns, joined in itertools.product(COLUMNS, (False, True)):
-                yield dataclasses.replace(base, columns=columns, joined=joined)
-                if not joined:
-                    yield dataclasses.replace(base, columns=columns, across=True)
-            if halfway and goes_halfway(base.directions, axis.size, axis.hardware):
-                yield dataclasses.replace(base, halfway=True)
-        else:
-            for chains, across in itertools.product((1, 2), (False, True)):
-                yield dataclasses.replace(base, chains=chains, across=across)
-            # Strips of every row are not cut into chunks.
-            if chain.pattern == "dot_psum" and all(dot.cut != "n" for dot in chain.dots):
-                for columns, across in itertools.product(COLUMNS[1:], (False, True)):
-                    yield dataclasses.replace(base, columns=columns, across=across)
-
-
-def _offloaded(chain: PlainChain, axis: Axis, unit: int) -> Iterator[Form]:
-    """The ways by collectives in turn that run beside dots by themselves."""
-    size = 0 if chain.free is None else getattr(chain.dots[0].matmul, chain.free)
-    if chain.pattern == "dot_psum" and is_offloaded("all_reduce", axis):
-        for pieces in counts(unit * axis.size, LEAST_ROWS, axis.hardware):
-            yield Form(route="all_reduce", chains=pieces)
-        for pieces in counts(size, LANES, axis.hardware) if size else ():
-            yield Form(route="all_reduce", chains=pieces, across=True)
-    elif chain.pattern == "dot_reduce_scatter" and is_offloaded("reduce_scatter", axis):
-        for pieces in counts(size, LANES, axis.hardware) if size else ():
-            yield Form(route="reduce_scatter", chains=pieces, across=True)
-    elif chain.pattern == "all_gather_dot" and is_offloaded("all_gather", axis):
-        if size:
-            for pieces in counts(size, LANES, axis.hardware):
-                yield Form(route="all_gather", chains=pieces, across=True)
-        elif all(dot.cut != "k" for dot in chain.dots) and hides_rows(axis.hardware):
-            rows = tile_rows(min(dtype_bytes(dot.matmul.dtype) for dot in chain.dots))
-            for pieces in counts(unit, rows, axis.hardware, few=True):
-                yield Form(route="all_gather", chains=pieces)
-
-
-def _in_flight(chain: PlainChain, form: Form) -> int:
-    """How many hops are in flight at once: of a psum in chunks those of two chunks."""
-    return form.pieces * (2 if chain.pattern == "dot_psum" and form.columns > 1 else 1)
-
-
-def _fits(chain: PlainChain, form: Form, unit: int) -> bool:
-    """Whether the blocks can be cut into so many pieces and columns."""
-    size = 0 if chain.free is None else getattr(chain.dots[0].matmul, chain.free)
-    if chain.pattern == "dot_psum" and form.columns > 1:
-        if form.across:
-            return form.pieces <= unit and makes_strips(size, form.columns)
-        return not unit % form.columns and form.pieces <= unit // form.columns
-    if form.pieces == 1 and (form.joined or form.across):
-        return False
-    if form.columns > 1 and (size // form.columns < LEAST_COLUMN or chain.dots[0].cut != "k"):
-        return False
-    return form.pieces * form.columns <= size if form.across else form.pieces <= unit
-
-
-def _gather_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
-    pieces = 1 if form.joined or form.across else form.pieces
-    share = Fraction(1, axis.size * pieces)
-    strips = form.pieces if form.across else 1
-    columns = form.columns * strips
-    second = None
-    if chain.free is not None and columns > 1:
-        second = (chain.free, Fraction(1, columns))
-    summed = [_accumulator(d.matmul.result_dtype) for d in chain.dots if d.cut == "k"]
-    dots, shard_bytes = chain.multiplied(axis), chain.wire_bytes(axis) / axis.size
-    return RingWork(
-        collective="all_gather",
-        shard_bytes=shard_bytes,
-        collective_shard_bytes=gathered_bytes(chain, axis) / axis.size,
-        matmuls=tuple(dot.matmul for dot in dots),
-        piece=tuple(dot.piece((1 + form.halfway) * share, second) for dot in dots),
-        directions=form.directions,
-        rings=form.rings,
-        walks=form.walks,
-        chains=form.chains,
-        columns=form.columns,
-        joined=form.joined,
-        halves=tuple(dot.piece(share) for dot in dots) if form.halfway else (),
-        cut=form.cut,
-        accumulator=max(summed, key=dtype_bytes, default="float32"),
-        accumulators=strips,
-        hands_out_gathered=chain.handed_out,
-        starts_implied=chain.starts_implied and axis.hardware.network == "torus",
-    )
-
-
 def gathered_bytes(chain: PlainChain, axis: Axis) -> float:
     """Bytes of the array as an all_gather moves it: where the compiler may round it, the half."""
     sent_bytes = chain.wire_bytes(axis)
     return sent_bytes / 2 if chain.may_round(axis) and sent_bytes == chain.moved_bytes else sent_bytes
 
 
-def _scatter_work(chain: PlainChain, form: Form, axis: Axis) -> RingWork:
-    share, second = Fraction(1, axis.size), None
-    fused = axis.hardware.fuses_additions and form.pieces > 1
-    copied_bytes = 2 * sum(dot.copied_bytes for dot in chain.dots) / axis.size
-    if form.across and chain.free is not None:
-        second = (chain.free, Fraction(1, form.columns if form.columns > 1 else form.pieces))
-        share /= form.pieces if form.columns > 1 else 1
-    else:
-        share /= form.pieces * form.columns
-        copied_bytes /= form.columns
-    for dot in chain.dots:
-        of = dot.matmul
-        if dot.cut == "m" and not dot.apart:
-            copied_bytes += between_tiles_bytes(
-                of.lhs_bytes,
-                of.m // axis.size // (1 if form.across else form.columns),
-                dtype_bytes(of.dtype),
-                axis.size,
-                axis.hardware,
-                pieces=form.pieces,
-                across=form.across and form.columns == 1,
-                cut=form.cut,
-            )
-    wide_bytes = chain.elements * dtype_bytes(_accumulator(chain.dtype)) / axis.size
-    narrow_bytes = chain.moved_bytes / axis.size
-    return RingWork(
-        collective="reduce_scatter",
-        shard_bytes=wide_bytes if form.wide_wire else narrow_bytes,
-        collective_shard_bytes=narrow_bytes,
-        matmuls=tuple(dot.matmul for dot in chain.dots),
-        piece=tuple(dot.piece(share, second) for dot in chain.dots),
-        directions=form.directions,
-        rings=form.rings,
-        walks=form.walks,
-        chains=form.chains,
-        cut=form.cut,
-        accumulator=_accumulator(chain.dtype) if form.wide_wire else chain.dtype,
-        columns=form.columns,
-        fused=fused,
-        apart_bytes=copied_bytes if fused else copied_bytes + 3 * wide_bytes / form.columns,
-        sums_whole=chain.pattern == "dot_reduce_scatter" and sums_whole(chain.dtype, axis),
-    )
-
-
-def _accumulator(dtype: str) -> str:
+def accumulator(dtype: str) -> str:
     """The dtype of partial sums: floats narrower than 32 bits are added up in float32."""
     kind, bits = parse_dtype(dtype)
     return "float32" if kind == "float" and bits < 32 else dtype

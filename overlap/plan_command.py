@@ -15,7 +15,8 @@ from cost_model import Axis, Hardware, Topology
 from cost_model.break_even import BreakEven, break_evens
 from cost_model.calibration import hardware_of
 from cost_model.explanation import explain
-from cost_model.plain_chain import PATTERNS, Form, PlainChain, chain_of, forms
+from cost_model.form import Form
+from cost_model.plain_chain import PATTERNS, PlainChain, chain_of, forms
 from overlap import tpu_slice
 from overlap.plain_text import PIPE_COLUMNS, columns, wrapped
 from passes import rules, shims
@@ -113,27 +114,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def considered(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
     """The forms of rings that the pass prices: those of the chip's rule."""
-    explicit = shims.EXPLICIT_STARTS
-    rule = rules.rule(axis.hardware, gathers=chain.gathers, explicit=explicit)
-
-    def follows(form: Form) -> bool:
-        if form.route != "ring":
-            return True
-        if form.pieces > rule.most_pieces:
-            return False
-        if form.halfway:
-            return rule.takes_halfway(len(chain.dots), explicit=explicit)
-        if chain.gathers:
-            free = form.across or rule.joined is None
-            return free or form.joined == (rule.joined and form.pieces > 1)
-        if form.columns > 1:
-            return shims.EXPLICIT_STARTS
-        if form.across:
-            return (form.walks and form.chains == 1) or (rule.across and form.chains == rule.chains)
-        return form.chains in (1, rule.chains)
-
-    every = forms(chain, axis)
-    return tuple(form for form in every if follows(form)) or every
+    explicit, gathers, every = shims.EXPLICIT_STARTS, chain.gathers, forms(chain, axis)
+    known = rules.rule(axis.hardware, gathers=gathers, explicit=explicit)
+    return known.admitted(every, gathers=gathers, dots=len(chain.dots), explicit=explicit) or every
 
 
 def sentence(found: BreakEven) -> str:

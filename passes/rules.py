@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Final, Literal
 
 from cost_model import Hardware, from_device_kind
-from cost_model.plain_chain import MOST_PIECES
+from cost_model.form import Form
+from cost_model.forms import MOST_PIECES
 
 Pattern = Literal["gather", "scatter"]
 
@@ -29,13 +31,49 @@ class Rule:
     joined: bool | None = None
     most_pieces: int = MOST_PIECES
 
-    def takes_halfway(self, dots: int, *, explicit: bool) -> bool:
-        """Whether whole shards of a gather with so many dots may go half way round.
+    def admitted(
+        self, forms: Iterable[Form], *, gathers: bool, dots: int, explicit: bool
+    ) -> tuple[Form, ...]:
+        """The forms with which chains are priced.
+
+        Of a scatter the rule's own comes first, as it is the one to take of equal prices.
+
+        Args:
+          forms: of rings, and of pieces that go by collectives in turn, which are always priced.
+          gathers: whether the chains gather, or scatter.
+          dots: how many dots they have.
+          explicit: whether hops are started explicitly.
+        """
+        rings, in_turn = [], []
+        for form in forms:
+            if form.route != "ring":
+                in_turn.append(form)
+            elif form.pieces <= self.most_pieces and (
+                self._gathers(form, dots, explicit=explicit) if gathers else self._scatters(form)
+            ):
+                rings.append(form)
+        if not gathers:
+            rings.sort(key=lambda form: (form.chains, form.across) != (self.chains, self.across))
+        return (*rings, *in_turn)
+
+    def _gathers(self, form: Form, dots: int, *, explicit: bool) -> bool:
+        """Whether a gather is priced with a form.
 
         Where the compiler places the starts, it puts few of them before the matmuls that could hide them:
         with three dots a ring half way took 1.25 times as long as priced (v4).
         """
-        return not self.joined and (explicit or dots == 1)
+        if form.halfway:
+            return not self.joined and (explicit or dots == 1)
+        return form.across or self.joined is None or form.joined == (self.joined and form.pieces > 1)
+
+    def _scatters(self, form: Form) -> bool:
+        """Whether a scatter is priced with a form, or a psum, whose chunks all are."""
+        if form.columns > 1:
+            return True
+        if form.across:
+            # A third of a block's rows may be few, and cutting across may copy much: the prices decide.
+            return (form.walks and form.chains == 1) or (self.across and form.chains == self.chains)
+        return form.chains in (1, self.chains)
 
 
 _RUN: Final = "bench/results/tpu_schedules.md"

@@ -9,8 +9,8 @@ from fractions import Fraction
 from typing import Final, Literal
 
 from cost_model import Walk, tile
+from cost_model.form import cut_in_words
 from cost_model.offloaded import in_words
-from cost_model.plain_chain import cut_in_words
 from cost_model.ring_work import Cut
 from cost_model.tile import LANES, SUBLANES
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum
@@ -93,6 +93,11 @@ class RingSchedule:
     def rings(self) -> int:
         """How many rings, with links of their own, run at once."""
         return max(1, len(self.orders))
+
+    @property
+    def wide_wire(self) -> bool:
+        """Whether partial sums travel in float32 at least."""
+        return self.wire == "float32"
 
     @property
     def pieces(self) -> int:

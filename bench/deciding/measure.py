@@ -39,9 +39,12 @@ ONLY_PREDICTING: Final = frozenset(
         for name in (
             "break_even",
             "calibration",
+            "chain_sizes",
             "exchange",
             "explanation",
             "fitting",
+            "form",
+            "forms",
             "in_turn",
             "layer",
             "layer_time",

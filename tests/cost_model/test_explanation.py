@@ -13,9 +13,10 @@ from cost_model import Topology, by_name, names
 from cost_model.axis import Axis
 from cost_model.break_even import break_evens
 from cost_model.explanation import LISTED, explain
+from cost_model.form import Form
 from cost_model.matmul import Matmul, matmul_s
 from cost_model.pipeline import GATHERED, gather_after
-from cost_model.plain_chain import PATTERNS, Form, PlainChain, PlainDot, chain_of, forms, price, works
+from cost_model.plain_chain import PATTERNS, PlainChain, PlainDot, chain_of, forms, price, works
 from cost_model.ring import estimate
 from cost_model.ring_copies import COPYING_WHOLE, CUTTING_BETWEEN_TILES
 

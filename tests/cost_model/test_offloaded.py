@@ -10,8 +10,9 @@ from hypothesis import given
 
 from cost_model import Axis, Matmul, Topology, by_name, matmul_s, pipeline
 from cost_model.explanation import explain
+from cost_model.form import Form
 from cost_model.offloaded import counts, in_words, is_offloaded, sums_whole
-from cost_model.plain_chain import Form, chain_of, forms, price
+from cost_model.plain_chain import chain_of, forms, price
 from cost_model.topology import Place
 
 TPU7X, H100 = by_name("tpu_7x"), by_name("h100")

@@ -8,8 +8,9 @@ from fractions import Fraction
 import pytest
 
 from cost_model import Axis, by_name
+from cost_model.form import Form
 from cost_model.pipeline import PLACING, gather_after, last_gather_s, pipeline_estimate
-from cost_model.plain_chain import Form, PlainChain, chain_of, forms, price, works
+from cost_model.plain_chain import PlainChain, chain_of, forms, price, works
 from cost_model.ring import estimate
 from cost_model.ring_work import RingWork
 

@@ -17,7 +17,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 from cost_model import Axis, by_name
 from cost_model.explanation import explain
-from cost_model.plain_chain import Form, PlainChain, chain_of, forms, price
+from cost_model.form import Form
+from cost_model.plain_chain import PlainChain, chain_of, forms, price
 from overlap import __main__, overlap_collectives
 from overlap.plan_command import considered
 from passes import shims
@@ -96,6 +97,7 @@ def form_of(schedule: RingSchedule, gathers: bool) -> Form:
         across=schedule.across,
         joined=schedule.joined,
         halfway=schedule.halfway,
+        late=schedule.late,
         cut=schedule.cut,
         wide_wire=not gathers and schedule.route == "ring" and schedule.wire == "float32",
     )

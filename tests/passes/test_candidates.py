@@ -16,7 +16,7 @@ from hypothesis import given
 from jax import lax
 
 from cost_model import Axis, Topology, by_name, names
-from cost_model.plain_chain import COLUMNS, LEAST_COLUMN, LONGEST_UNROLLED, MOST_PIECES
+from cost_model.forms import COLUMNS, LEAST_COLUMN, LONGEST_UNROLLED, MOST_PIECES
 from passes import rules, shims
 from passes.candidates import EXCHANGE, UNROLL, as_run, candidates
 from passes.chains import AllGatherDot, Chain, DotPsum

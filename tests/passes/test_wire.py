@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from cost_model.plain_chain import LEAST_ROUNDED, chain_of
 from overlap import overlap_collectives
 from passes import shims
 from passes.chains import AllGatherDot
-from passes.pricing import gather_work, pricer
+from passes.pricing import gather_sizes, pricer
 from passes.schedule import RingSchedule
 from passes.wire import wire_dtype
 from tests.passes import bodies, spmd
@@ -177,7 +178,7 @@ def test_what_arrives_rounded_is_multiplied_so(pattern_axis: int) -> None:
 
     shape = (SIZE, 4 * SIZE) if pattern_axis == 0 else (4 * SIZE, SIZE)
     flow, chain = matched(body, shape, (4 * SIZE, SIZE))
-    (whole,) = gather_work(flow, chain, axis)(RingSchedule(directions=1)).matmuls
+    (whole,) = gather_sizes(flow, chain, axis).dots(Fraction(1), Fraction(1))
     assert (whole.dtype, whole.lhs_dtype, whole.rhs_dtype) == ("float32", "bfloat16", None)
 
 
