@@ -106,7 +106,8 @@ def program(pattern: str, mesh: Mesh, form: str) -> tuple[Callable[..., Any], st
 
     def as_wanted(_: Any, schedules: tuple[RingSchedule, ...]) -> Trial[RingSchedule]:
         unroll = 0 if form == "unrolled" else UNROLL
-        best = next(s for s in schedules if not s.walks)
+        # Walks and ways half round are unrolled only.
+        best = next(s for s in schedules if s.route == "ring" and not (s.walks or s.halfway))
         chosen.append(dataclasses.replace(best, unroll=unroll))
         return Trial(chosen[-1], 1.0, 0.5, "modelled")
 
