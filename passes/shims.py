@@ -12,7 +12,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import jax
 from jax import lax
@@ -23,6 +23,22 @@ from jax.extend.core import primitives
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh
+
+OLDEST_JAX: Final = (0, 10, 2)
+"""Older ones name the parameters of equations otherwise."""
+
+
+def require_jax(version: tuple[int, ...]) -> None:
+    """Raises an ImportError, which says what to do, if this version of jax is too old."""
+    if version < OLDEST_JAX:
+        oldest, found = (".".join(map(str, numbers)) for numbers in (OLDEST_JAX, version))
+        raise ImportError(
+            f"overlap-collectives needs jax {oldest} or newer, and this is jax {found}: "
+            f"pip install --upgrade 'jax>={oldest}'"
+        )
+
+
+require_jax(jax.__version_info__)
 
 JaxprEqn = Any
 NameStack = Any

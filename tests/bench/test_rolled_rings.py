@@ -31,7 +31,7 @@ def test_one_ring_is_compiled_in_both_forms(devices: int) -> None:
 
 
 def rows(growth: float, slower: float) -> list[Compiled]:
-    """Figures in which compiling grows so much from 16 to 256 devices, and rolled hops take so much longer."""
+    """Figures in which compiling takes so much longer on 256 devices than on 16, and a rolled hop so much."""
     return [
         Compiled(
             pattern,

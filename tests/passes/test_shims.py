@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +65,18 @@ def test_a_mesh_that_tells_its_shape_only_is_the_context_s_of_that_shape() -> No
         jax.jit(lambda: seen.append(shims.context_mesh())).trace()
         assert seen == [mesh]
     assert shims.context_mesh() is None
+
+
+def test_a_jax_that_is_too_old_is_refused_with_what_to_do() -> None:
+    for version in ((0, 10, 2), (0, 10, 2, 1), (0, 11, 0), (1, 0, 0), jax.__version_info__):
+        shims.require_jax(version)
+    for version in ((0, 10, 1), (0, 9, 99)):
+        with pytest.raises(ImportError, match=r"needs jax 0\.10\.2 or newer.*--upgrade 'jax>=0\.10\.2'"):
+            shims.require_jax(version)
+
+
+def test_what_may_be_installed_is_what_is_taken() -> None:
+    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text("utf-8"))["project"]
+    asked = [*project["dependencies"], *project["optional-dependencies"]["tpu"]]
+    oldest = [found[1] for each in asked if (found := re.match(r"jax(?:\[tpu\])?>=([\d.]+)", each))]
+    assert oldest == [".".join(map(str, shims.OLDEST_JAX))] * 2
