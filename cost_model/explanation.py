@@ -159,7 +159,7 @@ class Explanation:
 
     @property
     def pays(self) -> bool:
-        """Whether the best form gains more than a prediction may be off: see `plain_chain.pays`."""
+        """Whether the best form is worth it: see `plain_chain.pays`."""
         return pays(self.best.estimate, self.axis.hardware)
 
     def __str__(self) -> str:
@@ -187,9 +187,11 @@ class Explanation:
         share = abs(gain_s) / self.best.estimate.original_s
         verdict = f"saves {_us(gain_s).strip()} ({share:.1%}): rewriting pays"
         if not self.pays:
-            verdict = verdict.replace(
-                ": rewriting pays", ", less than a prediction may be off: left as it is"
-            )
+            more_bytes = self.best.estimate.added_bytes
+            but = "less than a prediction may be off"
+            if more_bytes > 0:
+                but = f"and needs {_mib(more_bytes)} more memory"
+            verdict = verdict.replace(": rewriting pays", f", {but}: left as it is")
         if gain_s <= 0:
             verdict = f"loses {_us(-gain_s).strip()} ({share:.1%}): left as it is"
         best = "way" if self.best.form.route != "ring" else "ring"

@@ -289,8 +289,13 @@ def price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
 
 
 def pays(priced: Estimate, hardware: Hardware) -> bool:
-    """Whether rings gain more than a prediction may be off: `least_gain` of the time as written."""
-    return priced.original_s > 0 and priced.benefit_s / priced.original_s >= hardware.least_gain
+    """Whether rings are worth it: they gain more than a prediction may be off, and need no more memory.
+
+    That is `least_gain` of the time as written. Of compiled gathers whose sums needed more (several dots that
+    contract one array) memory grew up to six times, and half gained nothing.
+    """
+    gains = priced.original_s > 0 and priced.benefit_s / priced.original_s >= hardware.least_gain
+    return gains and priced.added_bytes <= 0
 
 
 def best(chain: PlainChain, axis: Axis, among: tuple[Form, ...] | None = None) -> tuple[Form, Estimate]:

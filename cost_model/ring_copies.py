@@ -34,6 +34,10 @@ CUTTING_ROWS: Final = 0.8
 CUTTING_COLUMNS: Final = 0.6
 """The same of columns (v5e, v6e, 7x: 0.3 to 0.8)."""
 
+CUTTING_RIGHT: Final = 2.5
+"""Of cutting rows of the right operand for a gather, wherever it is (v4: 2.5 to 5.7, v5e: 1.9 to 2.5, v5p: 1.4 to
+2.8)."""
+
 COPYING_WHOLE: Final = 3.9
 """Of copying a whole operand to cut a block of rows that does not begin where a tile does, out of elements of
 a byte (v5e, v6e: 3.8 to 6.1)."""
@@ -107,7 +111,7 @@ def copies_s(work: RingWork, axis_size: int, hardware: Hardware, *, cut_out: boo
         near = _from_chip(work, whole, side, hardware)
         if side is not None and (near or not cut_out):
             # All columns need the same blocks, and compilers cut them once.
-            factor = _cutting(work, hardware, near=near)
+            factor = _cutting(work, side, hardware, near=near)
             copied_bytes += factor * work.dots * side_bytes(piece, side) / work.columns
             copies += 0 if near else work.pieces / work.columns
     return copies * hardware.copy_overhead_s + 2 * copied_bytes / hardware.hbm_bytes_per_s
@@ -158,10 +162,12 @@ def _from_chip(work: RingWork, whole: Matmul, side: Side | None, hardware: Hardw
     return hardware.keeps_sums and not work.joined and side_bytes(whole, side) <= hardware.on_chip_bytes
 
 
-def _cutting(work: RingWork, hardware: Hardware, *, near: bool) -> float:
+def _cutting(work: RingWork, side: Side, hardware: Hardware, *, near: bool) -> float:
     """Times as long as copying takes to cut a block."""
     if hardware.network != "torus":
         return 1.0
+    if work.collective == "all_gather" and side == "rhs":
+        return CUTTING_RIGHT
     if not near:
         return CUTTING
     return CUTTING_ROWS if work.collective == "reduce_scatter" else CUTTING_COLUMNS

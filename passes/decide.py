@@ -179,6 +179,13 @@ def _without_chain(collective: Collective, reason: Reason, policy: Policy, descr
     return dataclasses.replace(kept, rewritten=True)
 
 
+def _but(decision: Decision) -> str:
+    """Why a predicted gain is not enough."""
+    if decision.estimate is None or decision.estimate.added_bytes <= 0:
+        return "less than a prediction may be off"
+    return f"and need {decision.estimate.added_bytes / 1e6:,.1f} MB more temporary memory"
+
+
 def benefit_s(decision: Decision) -> float:
     """What its ring is predicted to save; 0 where nothing is known."""
     return decision.estimate.benefit_s if decision.estimate else 0.0
@@ -245,7 +252,7 @@ def _judge(
     code, rewritten = _verdict(proposal, policy, describe, hardware)
     detail = "Its operand is the same in every iteration of the loop." if loop_invariant else ""
     if code is Code.NOT_PROFITABLE and _gain(proposal) > 0:
-        detail = f"It would gain {_gain(proposal):.1%}, less than a prediction may be off."
+        detail = f"It would gain {_gain(proposal):.1%}, {_but(proposal)}."
     return dataclasses.replace(proposal, reason=Reason(code, detail), rewritten=rewritten)
 
 
