@@ -291,7 +291,8 @@ def _buffers_bytes(work: RingWork, axis_size: int, hardware: Hardware) -> float:
         if work.cut != "dot":
             cut_bytes += work.dots * side_bytes(piece, cut_side(work, axis_size, piece, whole))
     sums_bytes /= work.columns
-    if sums_stay(work, sums_bytes / work.accumulators, hardware):
+    held_bytes = on_chip(work, axis_size, hardware).held_bytes if sums_bytes else 0.0
+    if sums_stay(work, sums_bytes / work.accumulators, held_bytes, hardware):
         sums_bytes = 0.0
     blocks = axis_size if work.columns > 1 else 2
     return _shards_bytes(work, axis_size, hardware) + sums_bytes + blocks * cut_bytes
@@ -318,7 +319,7 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool)
     width = dtype_bytes(work.accumulator)
     sums = zip(work.piece, summed, strict=True)
     sum_bytes = sum(piece.batch * piece.m * piece.n * width for piece, added in sums if added)
-    sum_before, sum_after = sum_near(work, sum_bytes, hardware)
+    sum_before, sum_after = sum_near(work, sum_bytes, placed.held_bytes, hardware)
     total_s = 0.0
     each = zip(work.pairs, summed, placed.near, placed.results, strict=True)
     for (piece, whole), added, (lhs, rhs), grows in each:

@@ -35,8 +35,8 @@ CUTTING_COLUMNS: Final = 0.6
 """The same of columns (v5e, v6e, 7x: 0.3 to 0.8)."""
 
 CUTTING_RIGHT: Final = 2.5
-"""Of cutting rows of the right operand for a gather, wherever it is (v4: 2.5 to 5.7, v5e: 1.9 to 2.5, v5p: 1.4 to
-2.8)."""
+"""Of cutting rows of the right operand for a gather, wherever it is (v5p: 1.4 to 2.8, v5e: 1.9 to 2.5,
+v4: 2.5 to 5.7)."""
 
 COPYING_WHOLE: Final = 3.9
 """Of copying a whole operand to cut a block of rows that does not begin where a tile does, out of elements of

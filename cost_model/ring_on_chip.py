@@ -130,19 +130,23 @@ def _shared_side(
 
 
 def _cut_first_bytes(work: RingWork, axis_size: int, shared: list[Side | None], hardware: Hardware) -> float:
-    """Bytes of what the first matmul's dots read their blocks of, where that is held before all else.
+    """Bytes of what dots read their blocks of, where that is held before all else.
 
-    TPU compilers fetch one operand before a program begins: the largest that fits, not the one that is read
-    most often. After another ring there is no such operand.
+    TPU compilers fetch operands before a program begins: the largest that fit, not those that are read most
+    often. Of several dots of a scatter it is the first's. After another ring there is no such operand.
     """
     if not work.pairs or work.cut != "dot" or hardware.network != "torus" or work.before != NOTHING_BEFORE:
         return 0.0
     if work.collective == "all_gather" and not hardware.cuts_on_chip:
         return 0.0
-    piece, whole = work.pairs[0]
-    cut_bytes = side_bytes(whole, _read_by_blocks(work, axis_size, piece, whole))
-    larger = cut_bytes > side_bytes(whole, shared[0])
-    return cut_bytes if larger and cut_bytes <= hardware.on_chip_bytes else 0.0
+    first_bytes = 0.0
+    for (piece, whole), side in zip(work.pairs, shared, strict=True):
+        cut_bytes = side_bytes(whole, _read_by_blocks(work, axis_size, piece, whole))
+        if cut_bytes > side_bytes(whole, side) and first_bytes + cut_bytes <= hardware.on_chip_bytes:
+            first_bytes += cut_bytes
+        if work.collective == "reduce_scatter":
+            break
+    return first_bytes
 
 
 def _read_by_blocks(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul) -> Side | None:
@@ -167,7 +171,7 @@ def _grow(work: RingWork, held_bytes: float, hardware: Hardware) -> tuple[bool, 
     )
     apart = work.accumulators > 1 and all(piece.k < whole.k for piece, whole in work.pairs)
     sum_bytes = sum(p.batch * p.m * p.n for p in work.piece) * dtype_bytes(work.accumulator)
-    if not (placed or (apart and sums_stay(work, sum_bytes, hardware))):
+    if not (placed or (apart and sums_stay(work, sum_bytes, held_bytes, hardware))):
         return none
     room_bytes = hardware.results_on_chip * hardware.on_chip_bytes - held_bytes
     found: list[bool] = []
@@ -177,14 +181,14 @@ def _grow(work: RingWork, held_bytes: float, hardware: Hardware) -> tuple[bool, 
     return tuple(found)
 
 
-def sum_near(work: RingWork, sum_bytes: float, hardware: Hardware) -> tuple[bool, bool]:
+def sum_near(work: RingWork, sum_bytes: float, held_bytes: float, hardware: Hardware) -> tuple[bool, bool]:
     """Whether the sum that a piece's dots add to is on chip before them, and whether it stays there.
 
     Where none stays from step to step, one that is added to by turns with others is still fetched beside
     their dots, and little ones stay (v5p: such rings were priced 1.2 to 1.6 times as long as they took).
     Arguments as of ``sums_stay``.
     """
-    if sums_stay(work, sum_bytes, hardware):
+    if sums_stay(work, sum_bytes, held_bytes, hardware):
         return True, True
     if not hardware.fetches_sums or work.collective != "all_gather" or work.pieces == 1:
         return False, False
@@ -193,18 +197,20 @@ def sum_near(work: RingWork, sum_bytes: float, hardware: Hardware) -> tuple[bool
     return little or fetched, little
 
 
-def sums_stay(work: RingWork, sum_bytes: float, hardware: Hardware) -> bool:
+def sums_stay(work: RingWork, sum_bytes: float, held_bytes: float, hardware: Hardware) -> bool:
     """Whether partial sums stay on chip from one dot to the next.
 
-    Those of a scatter come and go: they must be little, and arrive there.
+    Those of a gather stay beside the operands that are held there, if there is room. Those of a scatter come
+    and go: they must be little, and arrive there.
 
     Args:
       work: the rings.
       sum_bytes: of the sums that one piece's dots add to.
+      held_bytes: of the operands that are held.
       hardware: where they run.
     """
     kept = sum_bytes * work.accumulators <= hardware.accumulator_on_chip_bytes
     if work.collective == "all_gather":
-        return kept
+        return kept and held_bytes + sum_bytes * work.accumulators <= hardware.on_chip_bytes
     arrives = hardware.receives_on_chip and hardware.results_on_chip > 0
     return kept and arrives and sum_bytes <= beside_bytes(0, hardware)

@@ -48,9 +48,15 @@ PATTERNS: Final = (
     "gather_contracting",
     "gather_batch",
     "gather_shared",
+    "gather_features",
     "scatter_free",
     "psum",
 )
+"""Those of the grid of schedules, and activations that are gathered along the features that dots contract."""
+
+CONTRACTING: Final = ("gather_contracting", "gather_features")
+"""The patterns that gather what is contracted: weights, and activations."""
+
 DTYPES: Final = {"bfloat16": 8, "int8": 1, "float32": 1}
 """How often each comes up, of ten."""
 
@@ -71,7 +77,7 @@ class Drawn:
       slice: where it runs.
       pattern: a name of ``PATTERNS``.
       m, k, n: of its dot on one device before the rewrite: after a gather, before a scatter.
-      count: dots that share a gather, or entries of the batch; else 1.
+      count: dots that share a gather (of `gather_features` one or more), or entries of the batch; else 1.
       dtype: of what is multiplied.
     """
 
@@ -115,12 +121,14 @@ class Drawn:
         tokens, d, f = {
             "gather_free": (self.m // p, self.k, self.n * p),
             "gather_shared": (self.m // p, self.k, self.n * p),
+            "gather_features": (self.m, self.k, self.n),
             "gather_contracting": (self.m, self.k, self.n),
             "gather_batch": (self.m, self.k, 4 * self.n),
             "scatter_free": (self.m // p, self.n, self.k * p),
             "psum": (self.m // p, self.n, self.k * p),
         }[self.pattern]
-        pattern = "gather_free" if self.pattern == "gather_shared" else self.pattern
+        like = {"gather_shared": "gather_free", "gather_features": "gather_contracting"}
+        pattern = like.get(self.pattern, self.pattern)
         width = Width("drawn", d, f, gated=False)
         return Case(slice=self.slice, pattern=pattern, width=width, tokens=tokens, dtype=self.dtype)
 
@@ -128,19 +136,18 @@ class Drawn:
 def problem(chain: Drawn) -> Problem:
     """The chain's program, of whole arrays."""
     one = programs.problem(chain.case)
+    if chain.pattern == "gather_features":
+        return _features(chain, one)
     if chain.pattern != "gather_shared":
         return one
     x, w = one.shapes
 
-    def dot(x: Array, w: Array) -> Array:
-        return jnp.matmul(x, w, preferred_element_type=jnp.dtype(RESULT[chain.dtype]))
-
     def manual(x: Array, *weights: Array) -> tuple[Array, ...]:
         whole = lax.all_gather(x, AXIS, axis=0, tiled=True)
-        return tuple(dot(whole, w) for w in weights)
+        return tuple(_dot(whole, w) for w in weights)
 
     def automatic(x: Array, *weights: Array) -> tuple[Array, ...]:
-        return tuple(dot(x, w) for w in weights)
+        return tuple(_dot(x, w) for w in weights)
 
     return dataclasses.replace(
         one,
@@ -152,6 +159,45 @@ def problem(chain: Drawn) -> Problem:
         textbook=lambda x, *weights: programs.ring_rows_dots(x, weights, chain.slice.axis_size),
         flops=chain.count * one.flops,
     )
+
+
+def _features(chain: Drawn, one: Problem) -> Problem:
+    """``all_gather(x, along its features) @ w`` for each w, of which each device has other columns.
+
+    Args:
+      chain: what was drawn.
+      one: the problem of the same dot whose weights are gathered.
+    """
+    p, (moved,) = chain.slice.axis_size, one.moved
+
+    def manual(x: Array, *weights: Array) -> tuple[Array, ...]:
+        whole = lax.all_gather(x, AXIS, axis=1, tiled=True)
+        return tuple(_dot(whole, w) for w in weights)
+
+    def textbook(x: Array, *weights: Array) -> tuple[Array, ...]:
+        columns = x.shape[1]
+        totals = [jnp.zeros((x.shape[0], w.shape[1]), RESULT[chain.dtype]) for w in weights]
+        for owner, shard in programs.ring_gather(x, p):
+            for number, w in enumerate(weights):
+                block = lax.dynamic_slice_in_dim(w, owner * columns, columns, 0)
+                totals[number] = totals[number] + _dot(shard, block)
+        return tuple(totals)
+
+    return dataclasses.replace(
+        one,
+        shapes=((chain.m, chain.k), *[(chain.k, chain.n * p)] * chain.count),
+        in_specs=(P(None, AXIS),) * (1 + chain.count),
+        out_specs=(P(None, AXIS),) * chain.count,
+        manual=manual,
+        automatic=lambda mesh: lambda x, *weights: tuple(_dot(x, w) for w in weights),
+        textbook=textbook,
+        moved=(dataclasses.replace(moved, full_bytes=moved.full_bytes * chain.m // chain.n),),
+        flops=chain.count * one.flops,
+    )
+
+
+def _dot(x: Array, w: Array) -> Array:
+    return jnp.matmul(x, w, preferred_element_type=jnp.dtype(RESULT[x.dtype.name]))
 
 
 def ratio(chain: Drawn) -> float:
@@ -213,13 +259,14 @@ def _spread(chains: Sequence[Drawn], count: int) -> Iterator[Drawn]:
 def _draw_one(chance: random.Random, where: Slice, pattern: str) -> Drawn:
     p = where.axis_size
     dtype = chance.choices(list(DTYPES), list(DTYPES.values()))[0]
-    rows_cut = pattern not in ("gather_contracting", "gather_batch")
+    rows_cut = pattern not in (*CONTRACTING, "gather_batch")
     k_grain = LANES
-    if pattern == "gather_contracting":
+    if pattern in CONTRACTING:
         k_grain = p * (TILE_ROWS if chance.random() < ODD_SHARDS else LANES)
     m = _size(chance, ROWS, p * TILE_ROWS if rows_cut else TILE_ROWS)
     k, n = _size(chance, WIDTHS, k_grain), _size(chance, WIDTHS, LANES)
-    count = {"gather_shared": chance.choice((2, 3)), "gather_batch": p}.get(pattern, 1)
+    shared = {"gather_shared": (2, 3), "gather_features": (1, 1, 2, 3)}
+    count = p if pattern == "gather_batch" else chance.choice(shared.get(pattern, (1,)))
     return Drawn(slice=where, pattern=pattern, m=m, k=k, n=n, count=count, dtype=dtype)
 
 

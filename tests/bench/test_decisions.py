@@ -54,10 +54,11 @@ def test_every_chip_has_two_thousand_different_chains_within_the_limits(chip: st
         cut = p if chain.pattern in ("gather_free", "gather_shared", "scatter_free", "psum") else 1
         assert chain.m % (8 * cut) == 0 and 8 <= chain.m <= 70000
         assert chain.n % 128 == 0 and 128 <= chain.n <= 33000
-        assert chain.k % (8 * p if chain.pattern == "gather_contracting" else 128) == 0
+        assert chain.k % (8 * p if chain.pattern in chains.CONTRACTING else 128) == 0
         assert 64 <= chain.k <= 34000
         assert chain.count == (p if chain.pattern == "gather_batch" else chain.count)
-        assert chain.count in ((2, 3) if chain.pattern == "gather_shared" else (1, p))
+        shared = {"gather_shared": (2, 3), "gather_features": (1, 2, 3)}
+        assert chain.count in shared.get(chain.pattern, (1, p))
         assert 0.05 <= chains.ratio(chain) <= 10
         operand = chain.m * chain.k + chain.k * chain.n
         assert operand <= 8e9  # a byte each at least
@@ -93,13 +94,13 @@ def test_the_ratio_is_that_of_bytes_over_links_to_flops_over_the_peak() -> None:
 
 
 def test_the_sample_has_as_many_of_every_chip_and_pattern_and_of_all_ratios() -> None:
-    drawn = [chain for chip in CHIPS for chain in draw(chip, 240)]
+    drawn = [chain for chip in CHIPS for chain in draw(chip, 280)]
     taken = sample(drawn, 150)
-    assert len(taken) == len(set(taken)) == 150
+    assert len(taken) == len(set(taken)) == 175
     strata = Counter((chain.chip, chain.pattern) for chain in taken)
-    assert set(strata.values()) == {5} and len(strata) == 30
+    assert set(strata.values()) == {5} and len(strata) == 35
     # The beginning has one of each.
-    assert len({(chain.chip, chain.pattern) for chain in taken[:30]}) == 30
+    assert len({(chain.chip, chain.pattern) for chain in taken[:35]}) == 35
     for chip, pattern in strata:
         ratios = sorted(chains.ratio(c) for c in drawn if (c.chip, c.pattern) == (chip, pattern))
         found = sorted(chains.ratio(c) for c in taken if (c.chip, c.pattern) == (chip, pattern))
@@ -111,7 +112,7 @@ def test_the_sample_has_as_many_of_every_chip_and_pattern_and_of_all_ratios() ->
 @pytest.mark.parametrize("pattern", chains.PATTERNS)
 def test_a_program_multiplies_what_its_name_says_on_every_device(pattern: str) -> None:
     where = Slice(topology="v5e:2x4", hardware="tpu_v5e", mesh_shape=(8,))
-    count = {"gather_shared": 3, "gather_batch": 8}.get(pattern, 1)
+    count = {"gather_shared": 3, "gather_features": 2, "gather_batch": 8}.get(pattern, 1)
     chain = Drawn(slice=where, pattern=pattern, m=128, k=64, n=32, count=count, dtype="float32")
     mesh = Mesh(np.array(jax.devices()[:8]), ("x",), axis_types=(AxisType.Auto,))
     made = chains.problem(chain)

@@ -370,7 +370,7 @@ def _summing(hardware: Hardware, **form: Any) -> Estimate:
 def test_an_accumulator_too_large_for_the_chip_is_read_and_written_by_every_dot() -> None:
     # Operands of 4e6 bytes; the first dot makes the sum, 2e6 bytes as it leaves.
     assert _summing(_PLAIN).partials_s == pytest.approx(_M_S + 3 * (12e-3 + 1e-6))
-    holding = dataclasses.replace(_PLAIN, accumulator_on_chip_bytes=4e6)
+    holding = dataclasses.replace(_PLAIN, on_chip_bytes=4e6, accumulator_on_chip_bytes=4e6)
     assert _summing(holding).partials_s == pytest.approx(_M_S + 3 * (4e-3 + 1e-6))
     # Joined, the blocks of 2e6 bytes of the other operand are copied too.
     joined = _summing(_PLAIN, directions=2, joined=True)
@@ -382,7 +382,7 @@ def test_an_accumulator_too_large_for_the_chip_is_read_and_written_by_every_dot(
 
 
 def test_accumulators_of_pieces_must_fit_on_the_chip_together() -> None:
-    holding = dataclasses.replace(_PLAIN, accumulator_on_chip_bytes=4e6)
+    holding = dataclasses.replace(_PLAIN, on_chip_bytes=4e6, accumulator_on_chip_bytes=4e6)
     one, apart = (_summing(holding, directions=2, accumulators=count) for count in (1, 2))
     assert one.partials_s == pytest.approx(2 * (_M_S + 3 * (4e-3 + 1e-6)))
     assert apart.partials_s == pytest.approx(2 * (_M_S + 3 * (12e-3 + 1e-6)))
@@ -418,10 +418,11 @@ _ROOMY = dataclasses.replace(_PLAIN, on_chip_bytes=1e8)
         ({"accumulators": 2}, {}, 0.0),
         ({"joined": True, "chains": 2}, {}, 8e6),
         ({"collective": "reduce_scatter"}, {}, 8e6),
-        ({}, {"on_chip_bytes": 1e7}, 2e6),
-        ({"columns": 2}, {"on_chip_bytes": 1e6}, 3.4e6),
+        # The operand whose blocks are read is on chip, and leaves no room for the sum of 4e6.
+        ({}, {"on_chip_bytes": 1e7}, 2e6 + 4e6),
+        ({"columns": 2}, {"on_chip_bytes": 1e6}, 3.4e6 + 2e6),
         ({}, {"receives_on_chip": False}, 0.0),
-        ({}, {"receives_on_chip": False, "on_chip_bytes": 1e7}, 8e6),
+        ({}, {"receives_on_chip": False, "on_chip_bytes": 1e7}, 8e6 + 4e6),
         ({}, {"accumulator_on_chip_bytes": 3e6}, 4e6),
         ({"columns": 2}, {"accumulator_on_chip_bytes": 1e6}, 2e6),
         ({}, {"receives_on_chip": False, "accumulator_on_chip_bytes": 0.0}, 8e6 + 4e6),
