@@ -27,6 +27,7 @@ from cost_model.ring_copies import (
     CUTTING,
     CUTTING_BETWEEN_TILES,
     CUTTING_COLUMNS,
+    CUTTING_RIGHT,
     CUTTING_ROWS,
     JOINING,
     JOINING_BLOCKS,
@@ -686,11 +687,19 @@ def test_blocks_of_what_was_fetched_whole_are_cut_out_sooner() -> None:
         collective_shard_bytes=1e6,
         cut="apart",
     )
+    # The lhs travels, of which 4e6 bytes are gathered.
+    right = dataclasses.replace(
+        columns,
+        matmuls=(Matmul(m=500, k=4000, n=1000),),
+        piece=(Matmul(m=500, k=1000, n=1000),),
+    )
     copied = [
         (rows, roomy, 2 * CUTTING_ROWS * 2e-3),
         (rows, keeping_none, 2 * CUTTING * 2e-3 + 2.0),
         (columns, roomy, 2 * CUTTING_COLUMNS * 2e-3),
         (columns, keeping_none, 2 * CUTTING * 2e-3 + 1.0),
+        (right, roomy, 2 * CUTTING_RIGHT * 2e-3),
+        (right, keeping_none, 2 * CUTTING_RIGHT * 2e-3 + 1.0),
         (rows, _PLAIN, 2 * CUTTING * 2e-3),
     ]
     for work, hardware, seconds in copied:
