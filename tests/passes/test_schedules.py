@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -352,6 +353,21 @@ def test_the_gradient_of_a_ring(name: str, check_vma: bool, form: str) -> None:
         total = sum(c @ b.T for c, b in zip(cotangents, wide_w, strict=True))
         expected = [np.split(total, 4, dim), [gathered.T @ c for c in cotangents]]
     assert_close(results, [np.stack(each) for each in expected], "float32", 4)
+
+
+@pytest.mark.parametrize("form", ["reordered", "two_rings_rolled"])
+@pytest.mark.parametrize("name", ["gather_free", "gather_contracting", "scatter"])
+def test_a_long_order_is_read_from_an_array(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one of more than 64 devices is: here one of four."""
+    monkeypatch.setattr("passes.hops.LONGEST_PACKED", 3)
+    pattern = PATTERNS[name]
+    x, w = arguments(pattern.shapes(4, 4), 4, "float32")
+    with spmd.only_schedule(FORMS[form]):
+        jaxpr = str(jax.make_jaxpr(as_ring(jitted(pattern.body, 2, 4)))(x, w))
+    assert re.search(r"i32\[1\]\S* = dynamic_slice", jaxpr)
+    test_a_ring_under_vmap(name, form)
+    for check_vma in (True, False):
+        test_the_gradient_of_a_ring(name, check_vma, form)
 
 
 CHUNKS = {
