@@ -126,6 +126,7 @@ def summary() -> dict[str, tuple[str, str]]:
             f"{len(implied['summary']['more_memory']['auto'])} with more memory",
             "modelled",
         ),
+        "tpu_schedules, compiling": (f"×{of_tpus['auto']['compiling']:.1f}", "measured"),
         "nets": (
             f"×{nets['summary']['time']:.2f} (slowest ×{nets['summary']['slowest']:.2f}), "
             f"memory ×{nets['summary']['memory']:.2f}",
