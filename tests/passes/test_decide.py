@@ -288,7 +288,7 @@ def test_auto_takes_no_ring_that_is_predicted_to_need_more_memory() -> None:
     jaxpr = mapped(body, spmd.mesh_of(4), *specs, out=(across,) * 2).trace(*arrays, arrays[1]).jaxpr
     (site,) = passes.sites(passes.make_plan(jaxpr, "auto", partial(given, by_name("tpu_v5p"))))
     assert site.estimate is not None and site.estimate.benefit_s > 0.03 * site.estimate.original_s
-    assert site.estimate.added_bytes > 2 * 8192 * 7168 * 4
+    assert site.estimate.added_bytes > 8192 * 7168 * 4
     assert (site.rewritten, site.reason) == (False, "not_profitable")
     assert "more temporary memory" in site.sentence
     (site,) = passes.sites(passes.make_plan(jaxpr, "always", partial(given, by_name("tpu_v5p"))))
