@@ -45,11 +45,6 @@ class GatherSizes:
     before: Before = NOTHING_BEFORE
 
     @property
-    def gathers(self) -> bool:
-        """Whether the collective comes before the dots."""
-        return True
-
-    @property
     def moved_bytes(self) -> float:
         """Bytes of the whole array as the collective moves it."""
         return self.gathered_bytes
@@ -120,11 +115,6 @@ class ScatterSizes:
     rows: tuple[CutRows, ...] = ()
     sums_whole: bool = False
     before: Before = NOTHING_BEFORE
-
-    @property
-    def gathers(self) -> bool:
-        """Whether the collective comes before the dots."""
-        return False
 
     @property
     def moved_bytes(self) -> float:

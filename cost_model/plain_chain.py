@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from fractions import Fraction
@@ -148,27 +149,18 @@ class PlainChain:
         rounds = self.pattern == "all_gather_dot" and self.dtype == "float32" and not self.handed_out
         return rounds and axis.hardware.network == "torus"
 
-    def unit(self, axis_size: int) -> int:
-        """Into how many equal parts one device's block of every dot can be cut."""
-        return math.gcd(*(getattr(dot.matmul, dot.cut) // axis_size for dot in self.dots))
-
-    @property
-    def sums(self) -> bool:
-        """Whether dots of a gather add up."""
-        return any(dot.cut == "k" for dot in self.dots)
-
     def cuttable(self, axis: Axis) -> Cuttable:
         """Into what the blocks can be cut."""
-        psum = self.pattern == "dot_psum"
+        psum, sums = self.pattern == "dot_psum", any(dot.cut == "k" for dot in self.dots)
         return Cuttable(
             collective="all_gather" if self.gathers else "psum" if psum else "reduce_scatter",
-            unit=self.unit(axis.size),
+            unit=math.gcd(*(getattr(dot.matmul, dot.cut) // axis.size for dot in self.dots)),
             tile_rows=tile_rows(min(dtype_bytes(dot.matmul.dtype) for dot in self.dots)),
             strip=0 if self.free is None else getattr(self.dots[0].matmul, self.free),
-            sums=self.sums,
+            sums=sums,
             # Of dots that add up the pieces would be no larger, and what is rounded to travel is slow to cut
             # again.
-            halfway=not self.sums and self.wire_bytes(axis) == self.moved_bytes,
+            halfway=not sums and self.wire_bytes(axis) == self.moved_bytes,
             # Strips of every row are not cut into chunks.
             chunks=psum and not self.starts_implied and all(dot.cut != "n" for dot in self.dots),
         )
@@ -177,12 +169,13 @@ class PlainChain:
         """What prices ask of it, but of an all_to_all."""
         multiplied = self.multiplied(axis) if self.gathers else self.dots
 
+        @functools.cache
         def dots(share: Fraction, strip: Fraction) -> tuple[Matmul, ...]:
             across = None if self.free is None or strip == 1 else (self.free, strip)
             return tuple(dot.piece(share, across) for dot in multiplied)
 
         if self.gathers:
-            summed = [accumulator(dot.matmul.result_dtype) for dot in self.dots if dot.cut == "k"]
+            summed = [_accumulator(dot.matmul.result_dtype) for dot in self.dots if dot.cut == "k"]
             return GatherSizes(
                 dots=dots,
                 sent_bytes=self.wire_bytes(axis),
@@ -196,7 +189,7 @@ class PlainChain:
             dots=dots,
             elements=self.elements,
             dtype=self.dtype,
-            accumulator=accumulator(self.dtype),
+            accumulator=_accumulator(self.dtype),
             apart_bytes=sum(dot.copied_bytes for dot in self.dots),
             rows=tuple(CutRows(of.lhs_bytes, of.m, dtype_bytes(of.dtype)) for of in rows),
             sums_whole=self.pattern == "dot_reduce_scatter" and sums_whole(self.dtype, axis),
@@ -313,7 +306,7 @@ def gathered_bytes(chain: PlainChain, axis: Axis) -> float:
     return sent_bytes / 2 if chain.may_round(axis) and sent_bytes == chain.moved_bytes else sent_bytes
 
 
-def accumulator(dtype: str) -> str:
+def _accumulator(dtype: str) -> str:
     """The dtype of partial sums: floats narrower than 32 bits are added up in float32."""
     kind, bits = parse_dtype(dtype)
     return "float32" if kind == "float" and bits < 32 else dtype

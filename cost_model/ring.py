@@ -168,7 +168,7 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
         hops_s=work.columns * hops * wire_s,
         hop_latency_s=work.columns * hops * latency_s,
         overlapped_s=waited_s + work.columns * overlapped_s,
-        added_bytes=_added_bytes(work, axis),
+        added_bytes=_added_bytes(work, placed, axis),
     )
 
 
@@ -202,7 +202,7 @@ def _halfway_estimate(work: RingWork, axis: Axis, *, fetched: bool) -> Estimate:
         hops_s=work.columns * sum(wires_s),
         hop_latency_s=work.columns * len(wires_s) * latency_s,
         overlapped_s=waited_s + work.columns * ring_s,
-        added_bytes=_added_bytes(work, axis),
+        added_bytes=_added_bytes(work, placed, axis),
     )
 
 
@@ -272,12 +272,12 @@ def _summing_s(matmul: Matmul, hardware: Hardware) -> float:
     return matmul_s(matmul, hardware, accumulator=matmul.result_dtype) - matmul_s(matmul, hardware)
 
 
-def _added_bytes(work: RingWork, axis: Axis) -> float:
+def _added_bytes(work: RingWork, placed: OnChip, axis: Axis) -> float:
     """Bytes of temporary memory that the rings need more than the collective."""
-    return _buffers_bytes(work, axis.size, axis.hardware) - axis.size * work.collective_shard_bytes
+    return _buffers_bytes(work, placed, axis.size, axis.hardware) - axis.size * work.collective_shard_bytes
 
 
-def _buffers_bytes(work: RingWork, axis_size: int, hardware: Hardware) -> float:
+def _buffers_bytes(work: RingWork, placed: OnChip, axis_size: int, hardware: Hardware) -> float:
     """Bytes of main memory that the rings need beside operands and results.
 
     Shards that come and go; a gather's sums until they are the result, those of one column at a time; and
@@ -291,8 +291,7 @@ def _buffers_bytes(work: RingWork, axis_size: int, hardware: Hardware) -> float:
         if work.cut != "dot":
             cut_bytes += work.dots * side_bytes(piece, cut_side(work, axis_size, piece, whole))
     sums_bytes /= work.columns
-    held_bytes = on_chip(work, axis_size, hardware).held_bytes if sums_bytes else 0.0
-    if sums_stay(work, sums_bytes / work.accumulators, held_bytes, hardware):
+    if sums_stay(work, sums_bytes / work.accumulators, placed.held_bytes, hardware):
         sums_bytes = 0.0
     blocks = axis_size if work.columns > 1 else 2
     return _shards_bytes(work, axis_size, hardware) + sums_bytes + blocks * cut_bytes

@@ -65,8 +65,6 @@ class Places:
     def settle(self) -> None:
         """Computes here what traced distances rest on, so that a loop's body finds it and does not own it."""
         self.after(0)
-        if len(self._order) > LONGEST_PACKED:
-            assert self._array is not None
 
     def offset(self, distance: Any, block: int, start: int) -> Any:
         """Where element ``start`` of that device's block is, in a dim of blocks of so many elements."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -132,6 +133,7 @@ def gather_sizes(
     sums = [accumulator_dtype(flow.avals[flow.ops[dot.op].outputs[0]].dtype) for dot in chain.summed]
     cut = across(flow, chain)
 
+    @functools.cache
     def dots(share: Fraction, strip: Fraction) -> tuple[Matmul, ...]:
         return _matmuls(flow, chain, share, None if cut is None or strip == 1 else (cut, strip), rounded)
 
@@ -156,6 +158,7 @@ def scatter_sizes(
     rows = (aval for aval, dim in blocked if dim == 0 and aval.ndim > 1)
     scatters = chain.collective.kind == "reduce_scatter"
 
+    @functools.cache
     def dots(share: Fraction, strip: Fraction) -> tuple[Matmul, ...]:
         return _matmuls(flow, chain, share, None if cut is None or strip == 1 else (cut, strip))
 

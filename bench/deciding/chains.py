@@ -136,28 +136,31 @@ class Drawn:
 def problem(chain: Drawn) -> Problem:
     """The chain's program, of whole arrays."""
     one = programs.problem(chain.case)
-    if chain.pattern == "gather_features":
-        return _features(chain, one)
-    if chain.pattern != "gather_shared":
+    shared = {"gather_shared": _rows, "gather_features": _features}.get(chain.pattern)
+    if shared is None:
         return one
+    return dataclasses.replace(
+        shared(chain, one),
+        automatic=lambda mesh: lambda x, *weights: _dots(x, weights),
+        flops=chain.count * one.flops,
+    )
+
+
+def _rows(chain: Drawn, one: Problem) -> Problem:
+    """``all_gather(x) @ w`` for each w.
+
+    Args:
+      chain: what was drawn.
+      one: the problem of one such dot.
+    """
     x, w = one.shapes
-
-    def manual(x: Array, *weights: Array) -> tuple[Array, ...]:
-        whole = lax.all_gather(x, AXIS, axis=0, tiled=True)
-        return tuple(_dot(whole, w) for w in weights)
-
-    def automatic(x: Array, *weights: Array) -> tuple[Array, ...]:
-        return tuple(_dot(x, w) for w in weights)
-
     return dataclasses.replace(
         one,
         shapes=(x, *[w] * chain.count),
         in_specs=(one.in_specs[0], *[P(None, AXIS)] * chain.count),
         out_specs=(one.out_specs,) * chain.count,
-        manual=manual,
-        automatic=lambda mesh: automatic,
+        manual=lambda x, *weights: _dots(lax.all_gather(x, AXIS, axis=0, tiled=True), weights),
         textbook=lambda x, *weights: programs.ring_rows_dots(x, weights, chain.slice.axis_size),
-        flops=chain.count * one.flops,
     )
 
 
@@ -170,17 +173,13 @@ def _features(chain: Drawn, one: Problem) -> Problem:
     """
     p, (moved,) = chain.slice.axis_size, one.moved
 
-    def manual(x: Array, *weights: Array) -> tuple[Array, ...]:
-        whole = lax.all_gather(x, AXIS, axis=1, tiled=True)
-        return tuple(_dot(whole, w) for w in weights)
-
     def textbook(x: Array, *weights: Array) -> tuple[Array, ...]:
         columns = x.shape[1]
         totals = [jnp.zeros((x.shape[0], w.shape[1]), RESULT[chain.dtype]) for w in weights]
         for owner, shard in programs.ring_gather(x, p):
             for number, w in enumerate(weights):
                 block = lax.dynamic_slice_in_dim(w, owner * columns, columns, 0)
-                totals[number] = totals[number] + _dot(shard, block)
+                totals[number] = totals[number] + programs.dot(shard, block)
         return tuple(totals)
 
     return dataclasses.replace(
@@ -188,16 +187,14 @@ def _features(chain: Drawn, one: Problem) -> Problem:
         shapes=((chain.m, chain.k), *[(chain.k, chain.n * p)] * chain.count),
         in_specs=(P(None, AXIS),) * (1 + chain.count),
         out_specs=(P(None, AXIS),) * chain.count,
-        manual=manual,
-        automatic=lambda mesh: lambda x, *weights: tuple(_dot(x, w) for w in weights),
+        manual=lambda x, *weights: _dots(lax.all_gather(x, AXIS, axis=1, tiled=True), weights),
         textbook=textbook,
         moved=(dataclasses.replace(moved, full_bytes=moved.full_bytes * chain.m // chain.n),),
-        flops=chain.count * one.flops,
     )
 
 
-def _dot(x: Array, w: Array) -> Array:
-    return jnp.matmul(x, w, preferred_element_type=jnp.dtype(RESULT[x.dtype.name]))
+def _dots(x: Array, weights: Sequence[Array]) -> tuple[Array, ...]:
+    return tuple(programs.dot(x, w) for w in weights)
 
 
 def ratio(chain: Drawn) -> float:

@@ -110,20 +110,21 @@ def ring_rows_dots(x: Array, weights: tuple[Array, ...], size: int) -> tuple[Arr
     outs = [jnp.zeros((size * rows, w.shape[1]), _result(x)) for w in weights]
     for owner, shard in ring_gather(x, size):
         for number, w in enumerate(weights):
-            outs[number] = lax.dynamic_update_slice_in_dim(outs[number], _dot(shard, w), owner * rows, 0)
+            outs[number] = lax.dynamic_update_slice_in_dim(outs[number], dot(shard, w), owner * rows, 0)
     return tuple(outs)
 
 
 def ring_dot_scatter(x: Array, w: Array, size: int) -> Array:
     """``psum_scatter(x @ w)``: x [size·t, f], w [f, D] → [t, D]."""
     rows = x.shape[0] // size
-    return ring_scatter(lambda owner: _dot(lax.dynamic_slice_in_dim(x, owner * rows, rows, 0), w), size)
+    return ring_scatter(lambda owner: dot(lax.dynamic_slice_in_dim(x, owner * rows, rows, 0), w), size)
 
 
 # The patterns. One device has t tokens; the axis has p devices, so that t·p rows are gathered.
 
 
-def _dot(x: Array, w: Array) -> Array:
+def dot(x: Array, w: Array) -> Array:
+    """``x @ w``, of the type that results have."""
     return jnp.matmul(x, w, preferred_element_type=_result(x))
 
 
@@ -162,8 +163,8 @@ def gather_free(case: Case) -> Problem:
         shapes=((n.rows, n.d), (n.d, n.f)),
         in_specs=(P(n.sharded), P(None, AXIS)),
         out_specs=P(n.whole, AXIS),
-        manual=lambda x, w: _dot(_gather(x), w),
-        automatic=lambda mesh: _dot,
+        manual=lambda x, w: dot(_gather(x), w),
+        automatic=lambda mesh: dot,
         textbook=lambda x, w: ring_rows_dots(x, (w,), n.p)[0],
         moved=(Moved("all_gather", n.t * n.p * n.d * n.gathered_size),),
         flops=2 * n.t * n.d * n.f,
@@ -177,7 +178,7 @@ def gather_contracting(case: Case) -> Problem:
     def textbook(x: Array, w: Array) -> Array:
         columns, total = w.shape[0], jnp.zeros((x.shape[0], w.shape[1]), _result(x))
         for owner, shard in ring_gather(w, n.p):
-            total = total + _dot(lax.dynamic_slice_in_dim(x, owner * columns, columns, 1), shard)
+            total = total + dot(lax.dynamic_slice_in_dim(x, owner * columns, columns, 1), shard)
         return total
 
     return Problem(
@@ -185,8 +186,8 @@ def gather_contracting(case: Case) -> Problem:
         shapes=((n.rows, n.d), (n.d, n.f)),
         in_specs=(P(n.sharded), P(AXIS)),
         out_specs=P(n.sharded),
-        manual=lambda x, w: _dot(x, _gather(w)),
-        automatic=lambda mesh: _dot,
+        manual=lambda x, w: dot(x, _gather(w)),
+        automatic=lambda mesh: dot,
         textbook=textbook,
         moved=(Moved("all_gather", n.d * n.f * n.gathered_size),),
         flops=2 * n.t * n.d * n.f,
@@ -201,7 +202,7 @@ def gather_batch(case: Case) -> Problem:
     def textbook(x: Array, w: Array) -> Array:
         out = jnp.zeros((*x.shape[:2], w.shape[2]), _result(x))
         for owner, shard in ring_gather(w, n.p):
-            part = _dot(lax.dynamic_slice_in_dim(x, owner, 1, 0), shard)
+            part = dot(lax.dynamic_slice_in_dim(x, owner, 1, 0), shard)
             out = lax.dynamic_update_slice_in_dim(out, part, owner, 0)
         return out
 
@@ -210,8 +211,8 @@ def gather_batch(case: Case) -> Problem:
         shapes=((n.p, n.rows, n.d), (n.p, n.d, f)),
         in_specs=(P(None, n.sharded), P(AXIS)),
         out_specs=P(None, n.sharded),
-        manual=lambda x, w: _dot(x, _gather(w)),
-        automatic=lambda mesh: _dot,
+        manual=lambda x, w: dot(x, _gather(w)),
+        automatic=lambda mesh: dot,
         textbook=textbook,
         moved=(Moved("all_gather", n.p * n.d * f * n.gathered_size),),
         flops=2 * n.p * n.t * n.d * f,
@@ -224,7 +225,7 @@ def gather_shared(case: Case) -> Problem:
 
     def manual(x: Array, *weights: Array) -> tuple[Array, ...]:
         whole = _gather(x)
-        return tuple(_dot(whole, w) for w in weights)
+        return tuple(dot(whole, w) for w in weights)
 
     return Problem(
         dtype=case.dtype,
@@ -232,7 +233,7 @@ def gather_shared(case: Case) -> Problem:
         in_specs=(P(n.sharded), *[P(None, AXIS)] * 3),
         out_specs=(P(n.whole, AXIS),) * 3,
         manual=manual,
-        automatic=lambda mesh: lambda x, *ws: tuple(_dot(x, w) for w in ws),
+        automatic=lambda mesh: lambda x, *ws: tuple(dot(x, w) for w in ws),
         textbook=lambda x, *ws: ring_rows_dots(x, ws, n.p),
         moved=(Moved("all_gather", n.t * n.p * n.d * n.gathered_size),),
         flops=2 * n.t * n.d * 3 * n.d,
@@ -247,8 +248,8 @@ def scatter_free(case: Case) -> Problem:
         shapes=((n.rows, n.f), (n.f, n.d)),
         in_specs=(P(n.whole, AXIS), P(AXIS)),
         out_specs=P(n.sharded),
-        manual=lambda x, w: _scatter(_dot(x, w)),
-        automatic=lambda mesh: _dot,
+        manual=lambda x, w: _scatter(dot(x, w)),
+        automatic=lambda mesh: dot,
         textbook=lambda x, w: ring_dot_scatter(x, w, n.p),
         moved=(Moved("reduce_scatter", n.t * n.p * n.d * n.result_size),),
         flops=2 * n.t * n.d * n.f,
@@ -263,8 +264,8 @@ def psum(case: Case) -> Problem:
         shapes=((n.rows, n.f), (n.f, n.d)),
         in_specs=(P(n.whole, AXIS), P(AXIS)),
         out_specs=P(n.whole),
-        manual=lambda x, w: lax.psum(_dot(x, w), AXIS),
-        automatic=lambda mesh: _dot,
+        manual=lambda x, w: lax.psum(dot(x, w), AXIS),
+        automatic=lambda mesh: dot,
         textbook=lambda x, w: _gather(ring_dot_scatter(x, w, n.p)),
         moved=(Moved("all_reduce", n.t * n.p * n.d * n.result_size),),
         flops=2 * n.t * n.d * n.f,
@@ -281,14 +282,14 @@ def mlp(case: Case) -> Problem:
 
     def manual(x: Array, down: Array, *up: Array) -> Array:
         whole = _gather(x)
-        return _scatter(_dot(activation(tuple(_dot(whole, w) for w in up)), down))
+        return _scatter(dot(activation(tuple(dot(whole, w) for w in up)), down))
 
     def automatic(mesh: Mesh) -> Callable[..., Any]:
         hidden = NamedSharding(mesh, P(n.whole, AXIS))
 
         def whole(x: Array, down: Array, *up: Array) -> Array:
-            ups = tuple(lax.with_sharding_constraint(_dot(x, w), hidden) for w in up)
-            return _dot(activation(ups), down)
+            ups = tuple(lax.with_sharding_constraint(dot(x, w), hidden) for w in up)
+            return dot(activation(ups), down)
 
         return whole
 
