@@ -36,8 +36,8 @@ class Cuttable:
       collective: which.
       unit: into how many equal parts one device's block of every dot can be cut.
       tile_rows: rows of a tile of the narrowest operand.
-      strip: elements of the largest dim of what travels (of a gather) or of the operand that is not cut (of a
-        scatter) that the only dot keeps: pieces may be cut across it. 0 where there is none.
+      strip: elements of the largest dim of what travels (of a gather) that all dots keep, or of the operand
+        that is not cut (of a scatter of one dot): pieces may be cut across it. 0 where there is none.
       sums: whether dots of a gather add up.
       halfway: whether whole shards of a gather may go half way round.
       chunks: whether a psum may be cut into chunks.

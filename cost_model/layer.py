@@ -131,7 +131,7 @@ def forward(model: Model, split: Split) -> Pass:
                 pattern="all_gather_dot",
                 elements=t * d,
                 dots=tuple((name, "k") for name in into),
-                free="m" if len(into) == 1 else None,
+                free="m",
             )
         )
         moves += [_gathered_weight(name, dots[name], "k") for name in into]

@@ -79,8 +79,8 @@ class PlainChain:
         a gather and before a scatter; for an all_to_all what it holds before and after.
       dtype: of that array.
       free: the largest dim of what travels (of a gather on a contracting or batch dim) that is not cut and
-        that the dot keeps, or of the operand that is not cut (of a scatter); None where there is none, or
-        several dots.
+        that every dot keeps, or of the operand that is not cut (of a scatter of one dot); None where there is
+        none.
       handed_out: whether the gathered array is also needed whole.
       starts_implied: whether the compiler places the starts of a gather's hops; see `RingWork`.
 

@@ -49,7 +49,9 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     dots. What travels reaches the first of them by way of main memory where nothing arrives on chip.
     """
     shared = [_shared_side(work, axis_size, piece, whole, hardware) for piece, whole in work.pairs]
-    first_bytes = held_bytes = _cut_first_bytes(work, axis_size, shared, hardware)
+    first = _cut_first(work, axis_size, shared, hardware)
+    cuts = [side_bytes(whole, _read_by_blocks(work, axis_size, piece, whole)) for piece, whole in work.pairs]
+    held_bytes = sum(bytes_ for bytes_, kept in zip(cuts, first, strict=True) if kept)
     for number, (whole, side) in enumerate(zip(work.matmuls, shared, strict=True)):
         with_bytes = held_bytes + side_bytes(whole, side)
         if with_bytes <= hardware.on_chip_bytes and _arrives_in_time(work, with_bytes, hardware):
@@ -60,7 +62,7 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     room_bytes = (hardware.on_chip_bytes - held_bytes) / 2
     found: list[Near] = []
     several = len(work.matmuls) > 1 and hardware.network == "torus"
-    for (piece, whole), side in zip(work.pairs, shared, strict=True):
+    for (piece, whole), side, kept in zip(work.pairs, shared, first, strict=True):
         sent = sent_side(work, axis_size, piece, whole) if work.collective == "all_gather" else None
         near = {
             operand: side == operand
@@ -75,10 +77,10 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
         if cut is not None and hardware.network == "torus":
             apart = work.cut != "dot" and piece.batch == whole.batch
             needed_bytes = side_bytes(piece if apart else whole, cut)
-            near[cut] = bool(first_bytes) or needed_bytes <= room_bytes
-            if work.collective == "reduce_scatter" and not apart and not first_bytes:
+            near[cut] = kept or needed_bytes <= room_bytes
+            if work.collective == "reduce_scatter" and not apart and not kept:
                 near[cut] = near[cut] and hardware.cuts_on_chip
-            if near[cut] and not apart and not first_bytes:
+            if near[cut] and not apart and not kept:
                 held_bytes += needed_bytes
                 room_bytes -= needed_bytes
         found.append((near["lhs"], near["rhs"]))
@@ -129,24 +131,27 @@ def _shared_side(
     return shared
 
 
-def _cut_first_bytes(work: RingWork, axis_size: int, shared: list[Side | None], hardware: Hardware) -> float:
-    """Bytes of what dots read their blocks of, where that is held before all else.
+def _cut_first(
+    work: RingWork, axis_size: int, shared: list[Side | None], hardware: Hardware
+) -> tuple[bool, ...]:
+    """Of which dots the operand that they read their blocks of is held before all else.
 
     TPU compilers fetch operands before a program begins: the largest that fit, not those that are read most
     often. Of several dots of a scatter it is the first's. After another ring there is no such operand.
     """
-    if not work.pairs or work.cut != "dot" or hardware.network != "torus" or work.before != NOTHING_BEFORE:
-        return 0.0
+    none = (False,) * len(work.matmuls)
+    if work.cut != "dot" or hardware.network != "torus" or work.before != NOTHING_BEFORE:
+        return none
     if work.collective == "all_gather" and not hardware.cuts_on_chip:
-        return 0.0
-    first_bytes = 0.0
+        return none
+    found: list[bool] = []
+    room_bytes = hardware.on_chip_bytes
     for (piece, whole), side in zip(work.pairs, shared, strict=True):
         cut_bytes = side_bytes(whole, _read_by_blocks(work, axis_size, piece, whole))
-        if cut_bytes > side_bytes(whole, side) and first_bytes + cut_bytes <= hardware.on_chip_bytes:
-            first_bytes += cut_bytes
-        if work.collective == "reduce_scatter":
-            break
-    return first_bytes
+        first = not found or work.collective == "all_gather"
+        found.append(first and side_bytes(whole, side) < cut_bytes <= room_bytes)
+        room_bytes -= cut_bytes if found[-1] else 0.0
+    return tuple(found)
 
 
 def _read_by_blocks(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul) -> Side | None:

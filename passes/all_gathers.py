@@ -18,7 +18,7 @@ from passes import shims
 from passes.arrivals import rounded, take_in
 from passes.block_eval import Piece, Read, run_on_piece, write
 from passes.chains import AllGatherDot, Chain
-from passes.gather_ring import cut
+from passes.gather_ring import cut, values_of
 from passes.graph import Dataflow
 from passes.hops import Places
 from passes.schedule import WHOLE, RingSchedule, across, divisions, parts, tile_rows
@@ -37,8 +37,8 @@ def emit_all_gathers(
 ) -> dict[int, Any]:
     """Runs the chain and returns the values that the rest of the program needs, by number.
 
-    A piece is a part of every shard. Across, it is a strip of them along a free dim of the only dot, whose
-    result it makes a strip of; else its dots make as many rows of every block.
+    A piece is a part of every shard. Across, it is a strip of them along a free dim of the dots, of whose
+    results it makes a strip each; else its dots make as many rows of every block.
     """
     op = flow.ops[chain.collective.op]
     turns = Turns(flow, chain, places)
@@ -65,7 +65,7 @@ def emit_all_gathers(
             results = take_in(flow, chain, known, _OfEveryBlock(places, 0, part), read, results)
         else:
             run_on_piece(flow, chain.dots, known, _OfEveryBlock(places, 0, WHOLE), read)
-            results[number] = known[flow.ops[chain.dots[0].op].outputs[0]]
+            results[number] = [known[value] for value in values_of(flow, chain)]
         if not last and (strips is None or on_gpu):
             # Else the compiler may put these dots after the next piece's arrival, and nothing beside it. Of
             # strips a TPU's does not, and those that are held up it cannot make in their place in the result.
@@ -73,8 +73,10 @@ def emit_all_gathers(
     if strips is None:
         return rounded(flow, chain, results)
     with turns.scope():
-        (value,) = flow.ops[chain.dots[0].op].outputs
-        return {value: lax.concatenate(list(results.values()), strips.result_dim)}
+        made = zip(
+            values_of(flow, chain), strips.result_dims, zip(*results.values(), strict=True), strict=True
+        )
+        return {value: lax.concatenate(parts_of, along) for value, along, parts_of in made}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -104,17 +104,17 @@ def _with_strips(
     read: Read,
 ) -> dict[int, Any]:
     """The sums of the chain's only dot, with the products of the other device's strips added to theirs."""
-    (dot,) = chain.dots
+    (dot,), dim = chain.dots, along.result_dim
     (value,) = flow.ops[dot.op].outputs
     start, sums = 0, []
     for strip in strips:
         made = {chain.wire: strip}
         run_on_piece(flow, chain.dots, made, Piece(places, 1, WHOLE), read, frozenset({dot.op}))
         partial = lax.convert_element_type(made[value], results[value].dtype)
-        end = start + partial.shape[along.result_dim]
-        sums.append(lax.add(lax.slice_in_dim(results[value], start, end, axis=along.result_dim), partial))
+        end = start + partial.shape[dim]
+        sums.append(lax.add(lax.slice_in_dim(results[value], start, end, axis=dim), partial))
         start = end
-    return {**results, value: lax.concatenate(sums, along.result_dim)}
+    return {**results, value: lax.concatenate(sums, dim)}
 
 
 def _scatter(

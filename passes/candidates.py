@@ -87,7 +87,7 @@ def _by_all_reduces(flow: Dataflow, chain: Chain, unit: int) -> list[RingSchedul
     if isinstance(chain, DotPsum):
         whole = unit * chain.collective.axis_size
         return [dataclasses.replace(base, chains=n) for n in (5, 6) if n <= whole]
-    cut = across(flow, chain) if _adds_up(chain) else None
+    cut = across(flow, chain) if _adds_up(chain) and len(chain.dots) == 1 else None
     if cut is not None:
         assert isinstance(chain, AllGatherDot)
         unit = flow.avals[chain.wire].shape[cut.dim]
@@ -130,7 +130,7 @@ def _strip(flow: Dataflow, chain: AllGatherDot | DotReduceScatter, most: int | N
     cut = across(flow, chain)
     if cut is None:
         return 0
-    size: int = flow.avals[flow.ops[chain.dots[0].op].outputs[0]].shape[cut.result_dim]
+    size: int = flow.avals[flow.ops[chain.dots[0].op].outputs[0]].shape[cut.result_dims[0]]
     return size if most is None else min(size, most)
 
 

@@ -242,35 +242,43 @@ class _Ring:
         return {self.chain.wire: lax.convert_element_type(shard, dtype), **blocks}
 
     def _take_in_strip(self, number: int, piece: Piece, shard: Any, cut: Across, results: Results) -> None:
-        """Runs the only dot on one strip of a shard; sums of different strips have nothing in common."""
-        (dot,) = self.chain.dots
-        (value,) = self.flow.ops[dot.op].outputs
-        at_hand = self._at_hand(shard, piece)
-        widened = frozenset({dot.op} if self.sums else ())
-        run_on_piece(self.flow, self.chain.dots, at_hand, piece, self.read, widened)
-        partial = at_hand[value]
-        if dot.dims.result_dim is None:
-            partial = lax.convert_element_type(partial, accumulator_dtype(partial.dtype))
-            results[number] = added(results[number], partial) if number in results else partial
+        """Runs the dots on one strip of a shard; sums of different strips have nothing in common."""
+        flow, dots = self.flow, self.chain.dots
+        made = self._at_hand(shard, piece)
+        widened = frozenset(dot.op for dot in self.chain.summed)
+        run_on_piece(flow, dots, made, piece, self.read, widened)
+        if self.sums:
+            partials = [made[value] for value in values_of(flow, self.chain)]
+            partials = [lax.convert_element_type(each, accumulator_dtype(each.dtype)) for each in partials]
+            before = results.get(number)
+            results[number] = partials if before is None else list(map(added, before, partials))
             return
-        whole = results[value] if value in results else blank(self.flow, value)
-        starts: list[Any] = [np.int32(0)] * whole.ndim
-        starts[dot.dims.result_dim] = piece.offset(whole.shape[dot.dims.result_dim])
-        starts[cut.result_dim] = np.int32(int(self.bounds[number] * whole.shape[cut.result_dim]))
-        results[value] = lax.dynamic_update_slice(whole, partial, starts, allow_negative_indices=False)
+        for dot, value, result_dim in zip(dots, values_of(flow, self.chain), cut.result_dims, strict=True):
+            assert dot.dims.result_dim is not None
+            whole = results[value] if value in results else blank(flow, value)
+            starts: list[Any] = [np.int32(0)] * whole.ndim
+            starts[dot.dims.result_dim] = piece.offset(whole.shape[dot.dims.result_dim])
+            starts[result_dim] = np.int32(int(self.bounds[number] * whole.shape[result_dim]))
+            results[value] = lax.dynamic_update_slice(
+                whole, made[value], starts, allow_negative_indices=False
+            )
+
+
+def values_of(flow: Dataflow, chain: AllGatherDot) -> tuple[int, ...]:
+    """The results of a chain's dots."""
+    return tuple(flow.ops[dot.op].outputs[0] for dot in chain.dots)
 
 
 def _in_columns(ring: _Ring, wire: Any) -> Results:
-    """One ring after the other for the columns of what travels, along a free dim of its only dot.
+    """One ring after the other for the columns of what travels, along a free dim of its dots.
 
-    The sums of a column, or of its strips, are written straight into the result.
+    The sums of a column, or of its strips, are written straight into the results.
     """
-    (dot,) = ring.chain.dots
-    (value,) = ring.flow.ops[dot.op].outputs
+    values = values_of(ring.flow, ring.chain)
     cut = across(ring.flow, ring.chain)
     assert cut is not None
     dim = cut.dim
-    whole: Any = blank(ring.flow, value)
+    wholes: list[Any] = [blank(ring.flow, value) for value in values]
     size, columns = wire.shape[dim], ring.schedule.columns
     grain = LANES if size >= columns * LANES else 1
     placed = 0
@@ -279,12 +287,16 @@ def _in_columns(ring: _Ring, wire: Any) -> Results:
         pieces = ring.pieces_of(shard)
         if column:
             # Else every ring's hops could start at once, and their shards be kept.
-            *pieces, whole = tie(*pieces, whole)
-        for strip in ring.run(pieces).values():
-            strip = lax.convert_element_type(strip, whole.dtype)
-            whole = lax.dynamic_update_slice_in_dim(whole, strip, placed, cut.result_dim)
-            placed += strip.shape[cut.result_dim]
-    return {value: whole}
+            tied = tie(*pieces, *wholes)
+            pieces, wholes = list(tied[: len(pieces)]), list(tied[len(pieces) :])
+        results = ring.run(pieces)
+        strips = results.values() if ring.cut_across else [[results[value] for value in values]]
+        for strip in strips:
+            for number, (part, along) in enumerate(zip(strip, cut.result_dims, strict=True)):
+                part = lax.convert_element_type(part, wholes[number].dtype)
+                wholes[number] = lax.dynamic_update_slice_in_dim(wholes[number], part, placed, along)
+            placed += strip[0].shape[cut.result_dims[0]]
+    return dict(zip(values, wholes, strict=True))
 
 
 def emit_shard_reduction(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fractions import Fraction
 from types import MappingProxyType
 from typing import Final
@@ -184,17 +184,21 @@ def _matmuls(
     rounded: Mapping[int, str] = _NONE,
 ) -> tuple[Matmul, ...]:
     """The chain's dots on a share of their blocked dims; values in ``rounded`` have its dtypes."""
-    return tuple(_matmul(flow, dot, share, second, rounded) for dot in chain.dots)
+    cuts: Iterable[tuple[int, int, Fraction] | None] = [None] * len(chain.dots)
+    if second is not None:
+        (cut, part) = second
+        cuts = [(operand, cut.dim, part) for operand in cut.operands]
+    return tuple(_matmul(flow, dot, share, cut, rounded) for dot, cut in zip(chain.dots, cuts, strict=True))
 
 
 def _matmul(
     flow: Dataflow,
     dot: BlockOp,
     share: Fraction,
-    second: tuple[Across, Fraction] | None,
+    second: tuple[int, int, Fraction] | None,
     rounded: Mapping[int, str],
 ) -> Matmul:
-    """The dot on a piece of its blocked dim, and of a second one, sizes rounded up."""
+    """The dot on a piece of its blocked dim, and of a second one of an operand, sizes rounded up."""
     op = flow.ops[dot.op]
     shapes = []
     for operand, dim in zip(op.inputs, dot.dims.operand_dims, strict=True):
@@ -203,8 +207,8 @@ def _matmul(
             shape[dim] = math.ceil(shape[dim] * share)
         shapes.append(shape)
     if second is not None:
-        cut, part = second
-        shapes[cut.operand][cut.dim] = math.ceil(shapes[cut.operand][cut.dim] * part)
+        operand, cut, part = second
+        shapes[operand][cut] = math.ceil(shapes[operand][cut] * part)
     lhs, rhs = (flow.aval(operand).dtype for operand in op.inputs)
     out = flow.avals[op.outputs[0]].dtype
     found = matmul(op.params["dimension_numbers"], tuple(shapes[0]), tuple(shapes[1]), lhs, rhs, out)

@@ -182,48 +182,67 @@ def _halves(part: Part, unit: int) -> tuple[Part, Part]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Across:
-    """A second dim along which a chain's only dot can be cut, apart from its blocked dim.
+    """A second dim along which a chain's dots can be cut, apart from their blocked dim.
 
     Attributes:
-      operand: the operand that is cut along with it, 0 or 1.
-      dim: the dim of that operand.
-      result_dim: the dim of the dot's result.
+      dim: of what is cut along it: of a gather what travels, of a scatter the operand that is not blocked.
+      operands: which operand of each dot that is, 0 or 1.
+      result_dims: the dim of each dot's result.
     """
 
-    operand: int
     dim: int
-    result_dim: int
+    operands: tuple[int, ...]
+    result_dims: tuple[int, ...]
+
+    @property
+    def operand(self) -> int:
+        """The operand of the only dot."""
+        (operand,) = self.operands
+        return operand
+
+    @property
+    def result_dim(self) -> int:
+        """The dim of the only dot's result."""
+        (dim,) = self.result_dims
+        return dim
 
 
 def across(flow: Dataflow, chain: Chain) -> Across | None:
     """The largest free dim of what travels in a gather, or of a scatter's operand that is not blocked.
 
-    None where the chain has more than one dot, or operations between the dot and the collective.
+    None where a scatter has more than one dot, or operations between the dot and the collective; and where a
+    gather's dots do not all contract what is gathered, or all have it as a batch.
     """
-    if isinstance(chain, DotPsum) or len(chain.dots) != 1 or chain.collective.kind == "all_to_all":
+    if isinstance(chain, DotPsum) or chain.collective.kind == "all_to_all":
         return None
-    (dot,) = chain.dots
-    op = flow.ops[dot.op]
-    if not isinstance(dot.dims, DotDims) or op.inputs[0] == op.inputs[1]:
-        return None
+    sides: tuple[int, ...]
     if isinstance(chain, AllGatherDot):
-        if chain.after or chain.handed_out or dot.dims.role == "free":
+        roles = {dot.dims.role for dot in chain.dots if isinstance(dot.dims, DotDims)}
+        if chain.after or chain.handed_out or roles not in ({"contracting"}, {"batch"}):
             return None
-        side = op.inputs.index(chain.wire)
+        sides = tuple(flow.ops[dot.op].inputs.index(chain.wire) for dot in chain.dots)
     else:
-        if len(chain.body) != 1 or dot.dims.role != "free":
+        dims = chain.dots[0].dims
+        if len(chain.body) != 1 or not isinstance(dims, DotDims) or dims.role != "free":
             return None
-        side = dot.dims.operand_dims.index(None)
-    numbers = op.params["dimension_numbers"]
-    shapes = [flow.aval(operand).shape for operand in op.inputs]
-    taken = {*numbers[0][side], *numbers[1][side]}
-    free = [dim for dim in range(len(shapes[side])) if dim not in taken]
+        sides = (dims.operand_dims.index(None),)
+    ops = [flow.ops[dot.op] for dot in chain.dots]
+    if any(op.inputs[0] == op.inputs[1] for op in ops):
+        return None
+    numbers = [op.params["dimension_numbers"] for op in ops]
+    shape = flow.aval(ops[0].inputs[sides[0]]).shape
+    taken = {dim for each, side in zip(numbers, sides, strict=True) for dims in each for dim in dims[side]}
+    free = [dim for dim in range(len(shape)) if dim not in taken]
     if not free:
         return None
-    dim = max(free, key=lambda d: shapes[side][d])
-    result_dim = dot_dims(numbers, (len(shapes[0]), len(shapes[1])), side, dim).result_dim
-    assert result_dim is not None
-    return Across(side, dim, result_dim)
+    dim = max(free, key=lambda d: shape[d])
+    result_dims = []
+    for op, each, side in zip(ops, numbers, sides, strict=True):
+        lhs, rhs = (len(flow.aval(operand).shape) for operand in op.inputs)
+        result_dim = dot_dims(each, (lhs, rhs), side, dim).result_dim
+        assert result_dim is not None
+        result_dims.append(result_dim)
+    return Across(dim, sides, tuple(result_dims))
 
 
 def divisions(flow: Dataflow, chain: Chain) -> int:

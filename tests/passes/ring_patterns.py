@@ -64,6 +64,21 @@ def three_dots(g: Any, w: Any, v: Any, u: Any) -> Any:
     return g @ w, v @ g.T, u @ g
 
 
+def two_sums(einsum: Any, g: Any, w: Any, v: Any) -> Any:
+    """Dots that contract one gathered array, which is the left operand of one and the right of the other."""
+    return einsum("mk,kn->mn", g, w), einsum("nk,mk->nm", v, g)
+
+
+def two_batches(einsum: Any, g: Any, w: Any, v: Any) -> Any:
+    """Dots of one gathered batch, the left operand of one and the right of the other."""
+    return einsum("bmk,bkn->bmn", g, w), einsum("bnk,bmk->bnm", v, g)
+
+
+def pairs(f: Callable[..., Any], *arguments: Any) -> list[spmd.Shards]:
+    """Of a function of several results, each one's of all devices."""
+    return [list(results) for results in zip(*per_device(f, *arguments), strict=True)]
+
+
 PATTERNS = {
     "gather_free": Pattern(
         lambda x, w: gather(x) @ w,
@@ -86,10 +101,20 @@ PATTERNS = {
     "gather_of_three_dots": Pattern(
         lambda x, w, v, u: three_dots(gather(x), w, v, u),
         lambda p, b: ((b, 4), (4, 3), (2, 4), (3, p * b)),
-        lambda x, *others: [
-            list(results)
-            for results in zip(*per_device(three_dots, spmd.all_gather(x, 0), *others), strict=True)
-        ],
+        lambda x, *others: pairs(three_dots, spmd.all_gather(x, 0), *others),
+    ),
+    "gather_contracting_twice": Pattern(
+        lambda x, w, v: two_sums(jnp.einsum, gather(x, 1), w, v),
+        lambda p, b: ((9, b), (p * b, 3), (2, p * b)),
+        lambda x, *others: pairs(lambda *each: two_sums(np.einsum, *each), spmd.all_gather(x, 1), *others),
+        columns=True,
+        across=True,
+    ),
+    "gather_batch_twice": Pattern(
+        lambda x, w, v: two_batches(jnp.einsum, gather(x), w, v),
+        lambda p, b: ((b, 9, 3), (p * b, 3, 4), (p * b, 2, 3)),
+        lambda x, *others: pairs(lambda *each: two_batches(np.einsum, *each), spmd.all_gather(x, 0), *others),
+        across=True,
     ),
     "gather_untiled": Pattern(
         lambda x, w: jnp.einsum("pmk,pkn->mn", gather(x, tiled=False), w),

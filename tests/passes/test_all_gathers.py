@@ -28,7 +28,7 @@ from tests.passes.tpu_process import told_by
 
 BLOCK = 9
 ROWS = ("gather_free", "gather_of_three_dots", "gather_contracting", "gather_batch")
-STRIPS = ("gather_contracting", "gather_batch")
+STRIPS = ("gather_contracting", "gather_batch", "gather_contracting_twice", "gather_batch_twice")
 
 
 def in_turn(pieces: int, *, across: bool = False) -> RingSchedule:

@@ -54,6 +54,26 @@ def gather_contracting(rows: int = 64, block: int = 8) -> tuple[Dataflow, Chain]
     return chain_of(body, shard(rows, block), shard(4 * block, 8))
 
 
+def gather_contracting_twice(rows: int = 64, block: int = 8) -> tuple[Dataflow, Chain]:
+    """Two dots that contract what is gathered, as gate and up of an MLP do; the second from the right."""
+
+    def body(x: Any, w: Any, v: Any) -> Any:
+        x = lax.all_gather(x, "x", axis=1, tiled=True)
+        return x @ w, jnp.einsum("nk,mk->nm", v, x)
+
+    return chain_of(body, shard(rows, block), shard(4 * block, 8), shard(8, 4 * block))
+
+
+def gather_of_other_roles() -> tuple[Dataflow, Chain]:
+    """Of two dots one contracts what is gathered, and one keeps it."""
+
+    def body(x: Any, w: Any, v: Any) -> Any:
+        x = lax.all_gather(x, "x", axis=1, tiled=True)
+        return x @ w, x.T @ v
+
+    return chain_of(body, shard(64, 8), shard(32, 8), shard(64, 8))
+
+
 def scatter(block: int = 8, n: int = 16, dtype: Any = jnp.bfloat16) -> tuple[Dataflow, Chain]:
     def body(x: Any, w: Any) -> Any:
         return lax.psum_scatter(x @ w, "x", tiled=True)
@@ -88,7 +108,17 @@ def exchange() -> tuple[Dataflow, Chain]:
 
 CHAINS = {
     f.__name__: f
-    for f in (gather_free, gather_contracting, scatter, scatter_of_two_dots, psum, psum_then_dot, exchange)
+    for f in (
+        gather_free,
+        gather_contracting,
+        gather_contracting_twice,
+        gather_of_other_roles,
+        scatter,
+        scatter_of_two_dots,
+        psum,
+        psum_then_dot,
+        exchange,
+    )
 }
 AXES = {
     "ring": Axis(V5P, 4),
@@ -197,7 +227,8 @@ def test_only_what_has_another_dim_is_cut_across_or_in_columns(chain: str) -> No
     schedules = candidates(flow, found, AXES["ring"], thorough=True)
     scattered = found.scatter if isinstance(found, DotPsum) else found
     possible = across(flow, scattered) is not None
-    assert possible == (chain in ("gather_contracting", "scatter", "psum", "psum_then_dot"))
+    cut = ("gather_contracting", "gather_contracting_twice", "scatter", "psum", "psum_then_dot")
+    assert possible == (chain in cut)
     gathers = isinstance(found, AllGatherDot)
     assert any(s.across for s in schedules) == possible
     assert all(s.columns == 1 or not s.across for s in schedules), "too narrow here"
@@ -211,10 +242,17 @@ def test_only_what_has_another_dim_is_cut_across_or_in_columns(chain: str) -> No
 )
 def test_columns_are_wide_enough_for_the_matrix_unit(rows: int, columns: set[int]) -> None:
     assert LEAST_COLUMN == 256 and max(COLUMNS) == 16
-    for thorough in (False, True):
-        flow, chain = gather_contracting(rows)
+    for thorough, make in itertools.product((False, True), (gather_contracting, gather_contracting_twice)):
+        flow, chain = make(rows)
         found = candidates(flow, chain, AXES["ring"], thorough=thorough)
         assert {schedule.columns for schedule in found} == columns
+
+
+def test_several_dots_are_cut_along_the_dim_that_they_all_keep() -> None:
+    flow, chain = gather_contracting_twice()
+    cut = across(flow, chain)
+    assert cut is not None
+    assert (cut.dim, cut.operands, cut.result_dims) == (0, (0, 1), (0, 1))
 
 
 @pytest.mark.parametrize("thorough", [False, True])

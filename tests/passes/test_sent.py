@@ -19,6 +19,7 @@ UNEVEN = {
     "across": ("gather_contracting", RingSchedule(directions=2, across=True)),
     "columns": ("gather_contracting", RingSchedule(directions=2, columns=2)),
     "columns, across": ("gather_contracting", RingSchedule(directions=2, columns=2, across=True)),
+    "columns of two dots": ("gather_contracting_twice", RingSchedule(directions=1, columns=2)),
 }
 
 
