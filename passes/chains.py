@@ -132,11 +132,14 @@ class DotPsum:
       collective: the psum; its ``dim`` is the one that the sum is scattered along and gathered again.
       scatter: the chain of the dots before it.
       gather: the chain of the dots after it, whose ring gathers the sum; None if a plain all_gather does.
+      scattered: into how many parts the sum is cut by a reduce_scatter, over other axes, that alone reads it;
+        1 where none does.
     """
 
     collective: Collective
     scatter: DotReduceScatter
     gather: AllGatherDot | None
+    scattered: int = 1
 
     @property
     def kind(self) -> str:

@@ -7,6 +7,8 @@ What it reads beside the results must then be there as a whole. A factor that a 
 been kept by the forward pass for it: left outside, compilers make it anew of what is smaller, within the
 fusion that reads it. So an epilogue reads nothing of the results' size that the program is given, but masks:
 with the two factors of a gelu inside, four layers of an MLP took 56 % more memory and 9 % more time (v5e).
+What something before the ring reads is there anyway, as a residual is: where it was added outside, the dots
+of the backward pass each added it anew, and a step took 8 % longer (v5p; an MLP over two pods).
 """
 
 from __future__ import annotations
@@ -103,7 +105,9 @@ def _followers(
 ) -> Iterator[BlockOp]:
     """The operations that can follow the dots block by block, in program order."""
     unit, axis_size = divisions(flow, chain), chain.collective.axis_size
-    given = {value for value in flow.inputs if flow.avals[value].dtype.itemsize > 1}
+    start = min(dot.op for dot in chain.dots)
+    there = {value for value in flow.inputs if any(0 <= user < start for user in flow.users[value])}
+    given = {value for value in flow.inputs if flow.avals[value].dtype.itemsize > 1 and value not in there}
     pending = [user for value in blocked for user in flow.users[value] if user >= 0]
     heapq.heapify(pending)
     done = -1

@@ -107,6 +107,7 @@ def _psum_chains(
         elif not dims:
             detail = f"No dim of {shape} divides by {psum.axis_size}."
             outcomes.append((psum.op, Reason(Code.INDIVISIBLE, detail)))
+        scattered = _scattered(flow, psum)
         chains = []
         for dim in dims:
             collective = dataclasses.replace(psum, dim=dim)
@@ -114,7 +115,9 @@ def _psum_chains(
             if isinstance(scatter, Reason):
                 outcomes.append((psum.op, scatter))
             else:
-                chains.append(DotPsum(collective=collective, scatter=scatter, gather=None))
+                chains.append(
+                    DotPsum(collective=collective, scatter=scatter, gather=None, scattered=scattered)
+                )
         for number, chain in enumerate(chains):
             if number == len(rounds):
                 rounds.append({})
@@ -128,6 +131,16 @@ def _psum_chains(
             if isinstance(gather, AllGatherDot) and _types_allow(flow, gather):
                 outcomes.append((op, dataclasses.replace(chain, gather=gather)))
     return outcomes
+
+
+def _scattered(flow: Dataflow, psum: Collective) -> int:
+    """Into how many parts a reduce_scatter that alone reads the sum cuts it; 1 where none does."""
+    (value,) = flow.ops[psum.op].outputs
+    (user, *others) = dict.fromkeys(flow.users[value])
+    after = read_collective(flow, user) if user >= 0 and not others else None
+    if after is None or after.kind != "reduce_scatter" or {*after.axes} & {*psum.axes}:
+        return 1
+    return after.axis_size
 
 
 def _types_allow(flow: Dataflow, gather: AllGatherDot) -> bool:

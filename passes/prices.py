@@ -103,7 +103,7 @@ def likeness(flow: Dataflow, chain: Chain) -> Hashable:
     def part(chain: Chain) -> Hashable:
         if isinstance(chain, DotPsum):
             gather = None if chain.gather is None else part(chain.gather)
-            return collective(chain.collective), part(chain.scatter), gather
+            return collective(chain.collective), part(chain.scatter), gather, chain.scattered
         if isinstance(chain, DotReduceScatter):
             return collective(chain.collective), blocks(chain.body), blocks(chain.dots)
         return (

@@ -44,12 +44,16 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis, before: Before = NOTHING_BE
     priced = chain_sizes.pricer(sizes, axis, psum=isinstance(chain, DotPsum))
     in_turn = "all_reduce" not in axis.hardware.offloaded
     added_s = _reduced_s(flow, chain, axis) if isinstance(chain, AllGatherDot) else 0.0
+    # A TPU's compiler scatters first what is scattered next, and adds up a part (all five chips and types).
+    scattered = chain.scattered if isinstance(chain, DotPsum) and axis.hardware.network == "torus" else 1
 
     def price(schedule: RingSchedule) -> Estimate:
         if schedule.route == "all_reduce" and in_turn:
             found = _in_turn(flow, chain, schedule, axis)
         else:
             found = priced(schedule)
+        if scattered > 1:
+            found = dataclasses.replace(found, collective_s=found.collective_s / scattered)
         return dataclasses.replace(found, overlapped_s=found.overlapped_s + added_s) if added_s else found
 
     return price

@@ -222,9 +222,12 @@ def barrier(*values: Any) -> tuple[Any, ...]:
 
     It makes each vary over all that another one varies over, and nothing public takes that back.
     """
-    if jax.__version_info__ >= (0, 12) or len({varying_axes(jax.typeof(value)) for value in values}) < 2:
+    if jax.__version_info__ >= (0, 12):
         return tuple(lax.optimization_barrier(values))
-    return tuple(_BARRIER.bind(*values))
+    leaves, structure = jax.tree.flatten(values)
+    if len({varying_axes(jax.typeof(leaf)) for leaf in leaves}) < 2:
+        return tuple(lax.optimization_barrier(values))
+    return tuple(jax.tree.unflatten(structure, _BARRIER.bind(*leaves)))
 
 
 def _barrier_primitive() -> jex_core.Primitive:

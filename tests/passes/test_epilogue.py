@@ -109,6 +109,22 @@ def test_of_what_the_program_is_given_whole_only_masks_are_read_inside() -> None
     assert "mul" in inside(flow, chain)
 
 
+def test_a_residual_that_is_read_before_the_ring_is_added_inside() -> None:
+    """Added outside it would be added anew by every dot of a backward pass that reads the sum."""
+
+    def added(x: Any, w: Any, whole: Any) -> Any:
+        return whole + gather(x) @ w
+
+    def normed(x: Any, w: Any, whole: Any) -> Any:
+        return whole + gather(x * jnp.square(whole).mean()) @ w
+
+    whole = shard(AXIS_SIZE * ROWS, HIDDEN)
+    _, (chain,) = chains_of(added, X, W, whole)
+    assert not chain.epilogue
+    flow, (chain,) = chains_of(normed, X, W, whole)
+    assert inside(flow, chain) == ["add"]
+
+
 def test_nothing_follows_that_mixes_rows() -> None:
     flow, (chain,) = chains_of(lambda x, w: lax.cumsum(jnp.tanh(gather(x) @ w), axis=0), X, W)
     assert inside(flow, chain) == ["tanh"]

@@ -11,14 +11,17 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from cost_model import by_name
 from cost_model.ring_work import Before
 from passes import pricing
 from passes.chains import Chain
-from passes.graph import Dataflow
+from passes.graph import Dataflow, dataflow
+from passes.match import match_dataflow
 from passes.network import Network
 from passes.prices import Prices, likeness
 from tests.passes import bodies
@@ -104,6 +107,38 @@ BASE = [shard(16, 64), shard(64, 64)]
 def test_what_differs_in_a_chain_is_told(other: tuple[Any, ...]) -> None:
     flow, chains = chains_of(*other)
     assert likeness(flow, chains[0]) != one(gathered, *BASE)
+
+
+def test_a_sum_that_is_scattered_next_is_priced_as_the_part_that_a_tpu_adds_up() -> None:
+    """Its compiler scatters first, among four devices here, and a ring of the whole sum no longer pays."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("pod", "x"))
+
+    def summed(x: Any, w: Any) -> Any:
+        return lax.psum(x @ w, "pod")
+
+    def scattered(x: Any, w: Any) -> Any:
+        return lax.psum_scatter(summed(x, w), "x", scatter_dimension=0, tiled=True)
+
+    def read_twice(x: Any, w: Any) -> Any:
+        total = summed(x, w)
+        return lax.psum_scatter(total, "x", scatter_dimension=0, tiled=True) + total[:1024]
+
+    spec = PartitionSpec(("pod", "x"))
+    whole = shard(8 * 4096, 1024, dtype=jnp.bfloat16), shard(8 * 1024, 4096, dtype=jnp.bfloat16)
+    times, alike = {}, {}
+    for body in (summed, scattered, read_twice):
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=(spec, spec), out_specs=PartitionSpec("x"))
+        flow = dataflow(bodies.mapped_body(jax.make_jaxpr(mapped)(*whole)))
+        chain = match_dataflow(flow)[0].found[0]  # type: ignore[index]
+        alike[body.__name__] = likeness(flow, chain)
+        for hardware in ("tpu_v5p", "h100"):
+            estimate, _ = Prices(flow, Network(by_name(hardware)), {}, alone=True).best(chain)
+            assert estimate is not None
+            times[body.__name__, hardware] = estimate.collective_s
+    assert times["scattered", "tpu_v5p"] == pytest.approx(times["summed", "tpu_v5p"] / 4)
+    assert times["read_twice", "tpu_v5p"] == times["summed", "tpu_v5p"]
+    assert times["scattered", "h100"] == times["summed", "h100"]
+    assert alike["summed"] == alike["read_twice"] != alike["scattered"]
 
 
 def test_what_is_around_a_chain_does_not_matter() -> None:
