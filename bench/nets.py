@@ -14,31 +14,28 @@ save is compared with that of the two schedules. Needs libtpu, and no TPU. All t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import random
 import re
-import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from bench.quantile import quantile
+from bench import steps
 from bench.schedules import command, grid, measure, programs, run, workers
 from bench.schedules.case import SLICES, TOKENS, WIDTHS, Case
 from bench.schedules.programs import Problem
-from bench.schedules.tables import table
+from bench.steps import Step
 from bench.versions import spelled
 from cost_model import Topology, by_name
-from overlap import overlap_collectives, tpu_target
+from overlap import tpu_target
 
 NAME: Final = "nets"
 SEED: Final = 20261126
 COUNT: Final = 60
 LAYERS: Final = (1, 2, 3)
-LIMIT_S: Final = 1200.0
-SLOWER: Final = 0.01
-"""What a net must take longer than as written to be told as slower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,45 +82,15 @@ class Net:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class Row(Step):
     """What became of a net.
 
     Attributes:
-      name, chip, layers, gradient: of the net.
-      rewritten, sites: collectives that ``"auto"`` rewrites, and all.
-      original_s, auto_s: modelled seconds as written and with rings.
-      saved_s: what the rings were predicted to save.
-      original_bytes, auto_bytes: temporary memory.
-      error: why there are no figures; empty where there are.
+      layers, gradient: of the net.
     """
 
-    name: str
-    chip: str
     layers: int
     gradient: bool
-    rewritten: int = 0
-    sites: int = 0
-    original_s: float = 0.0
-    auto_s: float = 0.0
-    saved_s: float = 0.0
-    original_bytes: int = 0
-    auto_bytes: int = 0
-    error: str = ""
-
-    @property
-    def off(self) -> float:
-        """Predicted less compiled seconds, over those as written."""
-        return (self.original_s - self.saved_s - self.auto_s) / self.original_s
-
-    @property
-    def time(self) -> float:
-        """Time with rings over that as written."""
-        return self.auto_s / self.original_s
-
-    @property
-    def memory(self) -> float:
-        """Temporary memory with rings over that as written; 1 where there is none."""
-        return self.auto_bytes / self.original_bytes if self.original_bytes else 1.0
 
 
 def drawn(count: int, seed: int) -> list[Net]:
@@ -151,27 +118,11 @@ def row(net: Net) -> Row:
     """Decides and compiles a net."""
     case, problem = net.case, net.problem()
     mesh = measure.tpu_mesh(case.slice)
-    topology = Topology.from_devices(mesh.devices, by_name(case.slice.hardware))
     original = programs.manual(problem, mesh)
     operands = programs.operands(problem, mesh)
-    ours = overlap_collectives(original, policy="auto", strict=True)
-    sites = ours.explain(*operands).sites
-    plain = measure.compiled_figures(programs.called(original, problem, mesh), operands, topology)
-    found = plain
-    if any(site.rewritten for site in sites):
-        found = measure.compiled_figures(ours, operands, topology)
-    return dataclasses.replace(
-        empty(net),
-        rewritten=sum(site.rewritten for site in sites),
-        sites=len(sites),
-        original_s=plain.total_s,
-        auto_s=found.total_s,
-        saved_s=sum(
-            site.count * site.estimate.benefit_s for site in sites if site.rewritten and site.estimate
-        ),
-        original_bytes=plain.temp_bytes,
-        auto_bytes=found.temp_bytes,
-    )
+    plain = programs.called(original, problem, mesh)
+    topology = Topology.from_devices(mesh.devices, by_name(case.slice.hardware))
+    return dataclasses.replace(empty(net), **steps.figures(original, operands, topology, plain=plain))
 
 
 def empty(net: Net, error: str = "") -> Row:
@@ -186,37 +137,6 @@ def empty(net: Net, error: str = "") -> Row:
     )
 
 
-def line(each: Row) -> str:
-    """A row as it is printed when it comes."""
-    if each.error:
-        return f"{each.name}: FAILED {each.error}"
-    return (
-        f"{each.name}: {each.rewritten} of {each.sites} rewritten, {each.original_s * 1e6:.0f} → "
-        f"{each.auto_s * 1e6:.0f} µs (×{each.time:.2f}), predicted {each.off:+.1%} off, "
-        f"memory ×{each.memory:.2f}"
-    )
-
-
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Over the nets of which something is rewritten: times, memory, and how far predictions were off."""
-    found = [each for each in rows if each.rewritten and not each.error]
-    if not found:
-        return {"nets": len(rows), "rewritten": 0}
-    off = [abs(each.off) for each in found]
-    return {
-        "nets": len(rows),
-        "rewritten": len(found),
-        "time": round(statistics.geometric_mean(each.time for each in found), 4),
-        "slowest": round(max(each.time for each in found), 4),
-        "slower": [each.name for each in found if each.time > 1 + SLOWER],
-        "memory": round(statistics.median(each.memory for each in found), 4),
-        "most_memory": round(max(each.memory for each in found), 4),
-        "more_memory": [each.name for each in found if each.auto_bytes > each.original_bytes],
-        "off_median": round(statistics.median(off), 4),
-        "off_p90": round(quantile(off, 0.9), 4),
-    }
-
-
 def document(rows: Sequence[Row], made_with: Mapping[str, str], seed: int) -> str:
     """The page."""
     groups: dict[str, list[Row]] = {"all": list(rows)}
@@ -224,30 +144,6 @@ def document(rows: Sequence[Row], made_with: Mapping[str, str], seed: int) -> st
         groups[chip] = [each for each in rows if each.chip == chip]
     groups["forward"] = [each for each in rows if not each.gradient]
     groups["with gradient"] = [each for each in rows if each.gradient]
-    lines = []
-    for name, group in groups.items():
-        of = summary(group)
-        figures = ["–"] * 6
-        if of["rewritten"]:
-            figures = [
-                f"×{of['time']:.2f} (×{of['slowest']:.2f})",
-                str(len(of["slower"])),
-                f"×{of['memory']:.2f} (×{of['most_memory']:.2f})",
-                str(len(of["more_memory"])),
-                f"{of['off_median']:.1%}",
-                f"{of['off_p90']:.1%}",
-            ]
-        lines.append((name, f"{of['rewritten']} of {of['nets']}", *figures))
-    headings = (
-        "nets",
-        "with a rewritten chain",
-        "time over that as written (slowest)",
-        f"slower by more than {SLOWER:.0%}",
-        "temporary memory, median (most)",
-        "with more",
-        "predicted time off, median",
-        "nine in ten within",
-    )
     parts = [
         "# Programs of several chains",
         f"{len(rows)} random MLPs of 1 to 3 layers (seed {seed}), half of them with gradients, compiled by "
@@ -255,8 +151,8 @@ def document(rows: Sequence[Row], made_with: Mapping[str, str], seed: int) -> st
         "with the compiler's own cycle estimates. The predicted time is that as written less what the rings "
         "were predicted to save; how far it is off is relative to the time as written.",
         f"Made with {spelled(made_with)}.",
-        table(headings, lines),
-        "\n".join(f"- {line(each)}" for each in sorted(rows, key=lambda each: each.name)),
+        steps.table_of(groups, "nets"),
+        "\n".join(f"- {steps.line(each)}" for each in sorted(rows, key=lambda each: each.name)),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -278,8 +174,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     ) is not None:
         return status
     made_with = run.versions("libtpu")
-    rows = compiled(nets, options, made_with)
-    print(f"\n{json.dumps(summary(rows), indent=1)}")
+    asked = ("--count", str(options.count), "--seed", str(options.seed))
+    failed = {name: functools.partial(empty, net) for name, net in nets.items()}
+    rows = steps.compiled(NAME, Row, failed, options, made_with, asked)
+    print(f"\n{json.dumps(steps.summary(rows), indent=1)}")
     if (folder := command.folder(options)) is not None:
         page = document(rows, made_with, options.seed)
         content = {
@@ -287,40 +185,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             "kind": "modelled",
             "versions": made_with,
             "seed": options.seed,
-            "summary": summary(rows),
+            "summary": steps.summary(rows),
             "rows": [dataclasses.asdict(each) for each in rows],
         }
         run.write(folder, NAME, page, content)
         print(f"\nWritten: {folder / NAME}.md and .json")
     return 0
-
-
-def compiled(nets: Mapping[str, Net], options: Any, made_with: Mapping[str, str]) -> list[Row]:
-    """The rows of all nets, in their order, by other processes, printed and kept as they come."""
-    from rich.console import Console
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else run.PIPE_COLUMNS)
-    kept = (
-        [] if options.resume is None else [Row(**content) for content in run.kept(options.resume, made_with)]
-    )
-    known = {each.name: each for each in kept if each.name in nets and not each.error}
-    waiting = [name for name in nets if name not in known]
-    asked = [
-        *workers.interpreter(f"bench.{NAME}"),
-        "--count",
-        str(options.count),
-        "--seed",
-        str(options.seed),
-    ]
-    environment = run.of_workers(tpu_target.ENVIRONMENT)
-    answers = workers.answers(waiting, asked, environment, jobs=options.jobs, limit_s=LIMIT_S)
-    for number, answer in enumerate(run.progress(console, answers, len(waiting), NAME), 1):
-        found = empty(nets[answer.name], answer.error) if answer.content is None else Row(**answer.content)
-        known[found.name] = found
-        if options.resume is not None:
-            run.keep(options.resume, dataclasses.asdict(found), made_with)
-        console.print(f"{number}/{len(waiting)} {line(found)}", markup=False, soft_wrap=True)
-    return [known[name] for name in nets]
 
 
 if __name__ == "__main__":

@@ -75,15 +75,19 @@ NOT_OURS: Final[Mapping[str, Any]] = {"schedule": "", "rewritten": 0, "sites": 0
 
 
 def tpu_mesh(where: Slice) -> Mesh:
-    """The mesh of a slice's compile-only devices, laid along physical rings where jax can."""
+    """The mesh of a slice's compile-only devices."""
+    return mesh_of(where.topology, where.mesh_shape, where.axis_names)
+
+
+def mesh_of(slice_name: str, shape: tuple[int, ...], names: tuple[str, ...]) -> Mesh:
+    """A mesh of a TPU slice's compile-only devices, laid along physical rings where jax can."""
     from jax.experimental import topologies
 
-    topology = topologies.get_topology_desc(platform="tpu", topology_name=where.topology)
-    names = where.axis_names
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=slice_name)
     try:
-        devices = topologies.make_mesh(topology, where.mesh_shape, names).devices
+        devices = topologies.make_mesh(topology, shape, names).devices
     except (AssertionError, NotImplementedError, ValueError):  # of v4, where each core is a device
-        devices = np.array(tpu_target.devices(where.topology)).reshape(where.mesh_shape)
+        devices = np.array(tpu_target.devices(slice_name)).reshape(shape)
     return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(names))
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from bench import nets
+from bench import nets, steps
 from bench.nets import Net, Row
 from bench.schedules.case import SLICES, WIDTHS, Case
 from bench.schedules.run import RESULTS
@@ -46,13 +46,13 @@ ROWS = [
 
 
 def test_a_summary_is_of_nets_with_rings_and_names_the_slower_ones() -> None:
-    found = nets.summary(ROWS)
+    found = steps.summary(ROWS)
     assert (found["nets"], found["rewritten"]) == (4, 2)
     assert found["slower"] == ["b"] == found["more_memory"]
     assert found["time"] == pytest.approx((0.8 * 1.05) ** 0.5, abs=1e-4)
     # Predicted 0.7 and 1.9, compiled 0.8 and 2.1.
     assert (found["off_median"], found["off_p90"]) == (0.1, 0.1)
-    assert nets.summary(ROWS[2:]) == {"nets": 2, "rewritten": 0}
+    assert steps.summary(ROWS[2:]) == {"nets": 2, "rewritten": 0}
     page = nets.document(ROWS, {"jax": "1"}, 3)
     assert "d: FAILED died" in page and "| v4 | 0 of 2 |" in page
 
@@ -61,7 +61,7 @@ def test_the_stored_page_is_that_of_the_stored_rows() -> None:
     content = json.loads((RESULTS / "nets.json").read_text())
     rows = [Row(**row) for row in content["rows"]]
     assert [row.name for row in rows] == [net.name for net in nets.drawn(len(rows), content["seed"])]
-    assert nets.summary(rows) == content["summary"]
+    assert steps.summary(rows) == content["summary"]
     page = nets.document(rows, content["versions"], content["seed"])
     assert page == (RESULTS / "nets.md").read_text()
     assert dataclasses.asdict(rows[0]) == content["rows"][0]

@@ -178,7 +178,6 @@ def test_of_several_dots_every_other_operand_is_fetched_that_fits() -> None:
         ((4, 4), 2, (1024, 16384, 1792), Form(directions=2, across=True), 1362),
         ((4, 4), 3, (1760, 4096, 256), Form(directions=2, across=True), 179),
         ((2, 4), 3, (352, 31744, 256), Form(directions=2, across=True), 278),
-        ((2, 4), 2, (20136, 5120, 1792), Form(directions=2, columns=16, across=True), 4451),
     ],
 )
 def test_sums_that_weights_leave_no_room_for_are_read_from_main_memory(

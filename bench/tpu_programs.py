@@ -1,0 +1,127 @@
+"""The programs of `bench/programs`, in real widths, compiled for five TPUs as written and under ``"auto"``.
+
+    python -m bench.tpu_programs                 compiles; writes bench/results/tpu_programs.json and .md
+    python -m bench.tpu_programs --resume FILE   keeps every program in FILE, and goes on where FILE ends
+    python -m bench.tpu_programs --rows v5e      some; writes nothing unless --output is given
+
+`bench.programs_table` tells what is predicted of their chains; this is what becomes of whole training steps,
+whose compilers fuse residuals, norms and gradients with the dots around them. Needs libtpu, and no TPU. All
+times are modelled.
+"""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from bench import steps
+from bench.programs import PROGRAMS
+from bench.programs.program import Program
+from bench.schedules import command, measure, run, workers
+from bench.schedules.case import SLICES, Slice
+from bench.steps import Step
+from bench.versions import spelled
+from cost_model import Topology, by_name
+from overlap import tpu_target
+
+NAME: Final = "tpu_programs"
+DEVICES: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A program for a slice of as many devices as its mesh has.
+
+    Attributes:
+      slice: the devices.
+      program: the program.
+    """
+
+    slice: Slice
+    program: Program
+
+    @property
+    def name(self) -> str:
+        """Unique, such as ``"v5p:2x2x2 fsdp_mlp"``."""
+        return f"{self.slice} {self.program.name}"
+
+
+def everything() -> dict[str, Compiled]:
+    """Every program for every chip, by name."""
+    slices = [where for where in SLICES if where.mesh_shape == (DEVICES,)]
+    found = (Compiled(where, program) for where in slices for program in PROGRAMS)
+    return {each.name: each for each in found}
+
+
+def row(of: Compiled) -> Step:
+    """Decides and compiles a program."""
+    mesh = measure.mesh_of(of.slice.topology, of.program.mesh_shape, of.program.axis_names)
+    topology = Topology.from_devices(mesh.devices, by_name(of.slice.hardware))
+    shapes = of.program.shapes(mesh, "real")
+    return dataclasses.replace(empty(of), **steps.figures(of.program.make(mesh), shapes, topology))
+
+
+def empty(of: Compiled, error: str = "") -> Step:
+    """A row without figures."""
+    return Step(name=of.name, chip=of.slice.chip, error=error)
+
+
+def document(rows: Sequence[Step], made_with: Mapping[str, str]) -> str:
+    """The page."""
+    groups: dict[str, list[Step]] = {"all": list(rows)}
+    for chip in dict.fromkeys(each.chip for each in rows):
+        groups[chip] = [each for each in rows if each.chip == chip]
+    for name in dict.fromkeys(each.name.split()[1] for each in rows):
+        groups[f"`{name}`"] = [each for each in rows if each.name.split()[1] == name]
+    parts = [
+        "# Training steps of a layer",
+        f"The programs of `bench/programs` in real widths on {DEVICES} devices of a slice, compiled by the "
+        'TPU compiler as written and under `policy="auto"`. Times are modelled: the compiled schedules, with '
+        "the compiler's own cycle estimates. The predicted time is that as written less what the rings were "
+        "predicted to save; how far it is off is relative to the time as written.",
+        f"Made with {spelled(made_with)}.",
+        steps.table_of(groups, "programs"),
+        "\n".join(f"- {steps.line(each)}" for each in rows),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Decides, compiles, prints, writes; the exit status is 2 without libtpu."""
+    options = command.parser(__doc__, "programs").parse_args(argv)
+    chosen = everything()
+    if options.worker:
+        workers.serve(lambda name: dataclasses.asdict(row(chosen[name])), sys.stdin, sys.stdout)
+        return 0
+    if options.rows:
+        chosen = {name: each for name, each in chosen.items() if re.search(options.rows, name)}
+    missing = tpu_target.missing
+    if (status := command.nothing_to_measure(NAME, list(chosen.values()), options, missing)) is not None:
+        return status
+    made_with = run.versions("libtpu")
+    failed = {name: functools.partial(empty, each) for name, each in chosen.items()}
+    rows = steps.compiled(NAME, Step, failed, options, made_with)
+    print(f"\n{json.dumps(steps.summary(rows), indent=1)}")
+    if (folder := command.folder(options)) is not None:
+        content = {
+            "schema": 1,
+            "kind": "modelled",
+            "versions": made_with,
+            "summary": steps.summary(rows),
+            "rows": [dataclasses.asdict(each) for each in rows],
+        }
+        run.write(folder, NAME, document(rows, made_with), content)
+        print(f"\nWritten: {folder / NAME}.md and .json")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
