@@ -19,6 +19,7 @@ from passes.block_eval import (
     blank,
     blocks_of,
     cut_once,
+    in_rows,
     run_on_piece,
 )
 from passes.chains import AllGatherDot, BlockOp
@@ -115,7 +116,7 @@ def _place(
     apart: bool = False,
 ) -> None:
     whole = results[value] if value in results else blank(flow, value)
-    results[value] = piece.place(whole, part, dim, apart=apart)
+    results[value] = in_rows(flow, piece.place(whole, part, dim, apart=apart))
 
 
 class Late:

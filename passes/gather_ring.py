@@ -23,6 +23,7 @@ from passes.block_eval import (
     blank,
     blocks_of,
     chain_scope,
+    in_rows,
     run_on_piece,
     tie,
 )
@@ -259,9 +260,8 @@ class _Ring:
             starts: list[Any] = [np.int32(0)] * whole.ndim
             starts[dot.dims.result_dim] = piece.offset(whole.shape[dot.dims.result_dim])
             starts[result_dim] = np.int32(int(self.bounds[number] * whole.shape[result_dim]))
-            results[value] = lax.dynamic_update_slice(
-                whole, made[value], starts, allow_negative_indices=False
-            )
+            whole = lax.dynamic_update_slice(whole, made[value], starts, allow_negative_indices=False)
+            results[value] = in_rows(flow, whole)
 
 
 def values_of(flow: Dataflow, chain: AllGatherDot) -> tuple[int, ...]:
@@ -294,7 +294,8 @@ def _in_columns(ring: _Ring, wire: Any) -> Results:
         for strip in strips:
             for number, (part, along) in enumerate(zip(strip, cut.result_dims, strict=True)):
                 part = lax.convert_element_type(part, wholes[number].dtype)
-                wholes[number] = lax.dynamic_update_slice_in_dim(wholes[number], part, placed, along)
+                whole = lax.dynamic_update_slice_in_dim(wholes[number], part, placed, along)
+                wholes[number] = in_rows(ring.flow, whole)
             placed += strip[0].shape[cut.result_dims[0]]
     return dict(zip(values, wholes, strict=True))
 

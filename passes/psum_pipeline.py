@@ -21,6 +21,7 @@ from passes.block_eval import (
     blocks_of,
     chain_scope,
     cut_once,
+    in_rows,
     tie,
     write,
 )
@@ -284,7 +285,7 @@ class _Pipeline:
                 other = self.cut_across.result_dim
                 starts[other] = lax.convert_element_type(self._start_of(number, shard.shape[other]), np.int32)
             result = write(result, shard, starts, piece.places)
-        return result
+        return in_rows(self.flow, result)
 
     def _gather_hops(self, shards: list[Any]) -> list[Any]:
         return [self._start(shard, part.step, part) for part, shard in zip(self.divided, shards, strict=True)]

@@ -1,0 +1,70 @@
+"""What a ring puts together of three dims is laid out by rows on TPUs, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import passes
+from cost_model import by_name
+from passes import shims
+from passes.schedule import RingSchedule
+from tests.passes import bodies, spmd
+from tests.passes.ring_patterns import gather, jitted
+
+AXIS_SIZE = 4
+
+BODIES: dict[str, tuple[Callable[..., Any], RingSchedule]] = {
+    "gather": (lambda x, w: gather(x, 1) @ w, RingSchedule(directions=1)),
+    "columns": (lambda x, w: x @ gather(w, 0), RingSchedule(directions=1, columns=2)),
+    "strips": (
+        lambda x, w: jnp.einsum("bmk,bkn->bmn", gather(x), jnp.tile(w[None], (4 * x.shape[0], 1, 1))),
+        RingSchedule(directions=2, across=True),
+    ),
+    "psum": (lambda x, w: lax.psum(x @ w, "x"), RingSchedule(directions=1, columns=2)),
+}
+
+
+def traced(name: str, rows: int, *, differentiable: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    """The rewritten program of a pattern, and its arguments: `[2, rows, 8]` times `[8, 256]`."""
+    body, schedule = BODIES[name]
+    rng = np.random.default_rng(0)
+    inner = 8 * AXIS_SIZE if name == "columns" else 8
+    shapes = ((AXIS_SIZE, 2, rows, inner), (AXIS_SIZE, 8, 256))
+    given = tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
+    with spmd.only_schedule(schedule):
+        plan = passes.make_plan(
+            jitted(body, 2, AXIS_SIZE, check_vma=False).trace(*given).jaxpr,
+            "always",
+            lambda kind: by_name("tpu_v5p"),
+            differentiable=differentiable,
+        )
+        return jax.make_jaxpr(passes.rewritten(plan))(*given), given
+
+
+def pinned(jaxpr: Any) -> set[tuple[int, ...]]:
+    """The last three dims of what is laid out by rows."""
+    equations = (eqn for eqn in bodies.equations(jaxpr) if eqn.primitive.name == "layout_constraint")
+    return {eqn.outvars[0].aval.shape[-3:] for eqn in equations}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_results_of_whole_tiles_are_laid_out_by_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not pinned(traced(name, 16)[0]), "on CPU"
+    monkeypatch.setattr(shims, "on_tpu", lambda aval: True)
+    results = {"gather": (2, 64, 256), "strips": (8, 16, 256)}
+    assert pinned(traced(name, 16)[0]) == {results.get(name, (2, 16, 256))}
+    assert not pinned(traced(name, 16, differentiable=True)[0])
+
+
+def test_results_whose_rows_are_no_whole_tiles_are_left_to_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shims, "on_tpu", lambda aval: True)
+    assert not pinned(traced("psum", 8)[0])
