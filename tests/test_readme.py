@@ -59,6 +59,7 @@ def summary() -> dict[str, tuple[str, str]]:
         )
     )
     judged = decisions["all"]
+    compiled = json.loads((RESULTS / "tpu_programs.json").read_text())["summary"]
     off = {
         version: statistics.median(
             abs(row["versions"][version]["modelled_s"] / row["versions"][version]["measured_s"] - 1)
@@ -134,6 +135,11 @@ def summary() -> dict[str, tuple[str, str]]:
         ),
         "ring_model, hidden": (f"{rings['hidden']['all']['hidden']:.0%} of the limit", "modelled"),
         "ring_model": (f"median error {rings['errors']['rings, all']['median']:.1%}", "modelled"),
+        "tpu_programs": (
+            f"×{compiled['time']:.2f} (slowest ×{compiled['slowest']:.2f}), "
+            f"memory ×{compiled['memory']:.2f} (most ×{compiled['most_memory']:.2f})",
+            "modelled",
+        ),
         "decisions": (
             f"{judged['share']:.1%} right, mean regret {judged['mean_regret']:.1%}, "
             f"{len(judged['losses'])} losses",
