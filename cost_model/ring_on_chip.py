@@ -49,9 +49,8 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     dots. What travels reaches the first of them by way of main memory where nothing arrives on chip.
     """
     shared = [_shared_side(work, axis_size, piece, whole, hardware) for piece, whole in work.pairs]
-    first = _cut_first(work, axis_size, shared, hardware)
-    cuts = [side_bytes(whole, _read_by_blocks(work, axis_size, piece, whole)) for piece, whole in work.pairs]
-    held_bytes = sum(bytes_ for bytes_, kept in zip(cuts, first, strict=True) if kept)
+    first_bytes = _cut_first_bytes(work, axis_size, shared, hardware)
+    held_bytes = sum(first_bytes)
     for number, (whole, side) in enumerate(zip(work.matmuls, shared, strict=True)):
         with_bytes = held_bytes + side_bytes(whole, side)
         if with_bytes <= hardware.on_chip_bytes and _arrives_in_time(work, with_bytes, hardware):
@@ -62,7 +61,7 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     room_bytes = (hardware.on_chip_bytes - held_bytes) / 2
     found: list[Near] = []
     several = len(work.matmuls) > 1 and hardware.network == "torus"
-    for (piece, whole), side, kept in zip(work.pairs, shared, first, strict=True):
+    for (piece, whole), side, kept in zip(work.pairs, shared, map(bool, first_bytes), strict=True):
         sent = sent_side(work, axis_size, piece, whole) if work.collective == "all_gather" else None
         near = {
             operand: side == operand
@@ -131,26 +130,24 @@ def _shared_side(
     return shared
 
 
-def _cut_first(
+def _cut_first_bytes(
     work: RingWork, axis_size: int, shared: list[Side | None], hardware: Hardware
-) -> tuple[bool, ...]:
-    """Of which dots the operand that they read their blocks of is held before all else.
+) -> tuple[float, ...]:
+    """Of every dot the bytes of what it reads its blocks of, where that is held before all else; else 0.
 
     TPU compilers fetch operands before a program begins: the largest that fit, not those that are read most
     often. Of several dots of a scatter it is the first's. After another ring there is no such operand.
     """
-    none = (False,) * len(work.matmuls)
-    if work.cut != "dot" or hardware.network != "torus" or work.before != NOTHING_BEFORE:
-        return none
-    if work.collective == "all_gather" and not hardware.cuts_on_chip:
-        return none
-    found: list[bool] = []
+    far = work.collective == "all_gather" and not hardware.cuts_on_chip
+    if far or work.cut != "dot" or hardware.network != "torus" or work.before != NOTHING_BEFORE:
+        return (0.0,) * len(work.matmuls)
+    found: list[float] = []
     room_bytes = hardware.on_chip_bytes
     for (piece, whole), side in zip(work.pairs, shared, strict=True):
         cut_bytes = side_bytes(whole, _read_by_blocks(work, axis_size, piece, whole))
         first = not found or work.collective == "all_gather"
-        found.append(first and side_bytes(whole, side) < cut_bytes <= room_bytes)
-        room_bytes -= cut_bytes if found[-1] else 0.0
+        found.append(cut_bytes if first and side_bytes(whole, side) < cut_bytes <= room_bytes else 0.0)
+        room_bytes -= found[-1]
     return tuple(found)
 
 

@@ -136,8 +136,8 @@ def _psum_chains(
 def _scattered(flow: Dataflow, psum: Collective) -> int:
     """Into how many parts a reduce_scatter that alone reads the sum cuts it; 1 where none does."""
     (value,) = flow.ops[psum.op].outputs
-    (user, *others) = dict.fromkeys(flow.users[value])
-    after = read_collective(flow, user) if user >= 0 and not others else None
+    readers = set(flow.users[value])
+    after = read_collective(flow, max(readers)) if len(readers) == 1 and min(readers) >= 0 else None
     if after is None or after.kind != "reduce_scatter" or {*after.axes} & {*psum.axes}:
         return 1
     return after.axis_size

@@ -190,7 +190,7 @@ def _matmuls(
     """The chain's dots on a share of their blocked dims; values in ``rounded`` have its dtypes."""
     cuts: Iterable[tuple[int, int, Fraction] | None] = [None] * len(chain.dots)
     if second is not None:
-        (cut, part) = second
+        cut, part = second
         cuts = [(operand, cut.dim, part) for operand in cut.operands]
     return tuple(_matmul(flow, dot, share, cut, rounded) for dot, cut in zip(chain.dots, cuts, strict=True))
 

@@ -210,8 +210,9 @@ class Across:
 def across(flow: Dataflow, chain: Chain) -> Across | None:
     """The largest free dim of what travels in a gather, or of a scatter's operand that is not blocked.
 
-    None where a scatter has more than one dot, or operations between the dot and the collective; and where a
-    gather's dots do not all contract what is gathered, or all have it as a batch.
+    None where a scatter has more than one dot, or operations between the dot and the collective; where a
+    gather has operations before its dots, or is also needed whole; and where its dots do not all contract
+    what is gathered, or all have it as a batch.
     """
     if isinstance(chain, DotPsum) or chain.collective.kind == "all_to_all":
         return None
