@@ -66,7 +66,7 @@ bench-decisions: ## judges the cost model's decisions on random chains by the TP
 bench-nets: ## random MLPs of several layers, with and without gradients, by the TPU compiler (an hour)
 	@$(ready) && "$$python" -m bench.nets $(BENCH_ARGS)
 
-bench-programs: ## training steps of a layer for three TPUs, by the TPU compiler (half an hour)
+bench-programs: ## training steps of a layer for five TPUs, by the TPU compiler (half an hour)
 	@$(ready) && "$$python" -m bench.tpu_programs $(BENCH_ARGS)
 
 bench-gpu: ## compares schedules by the GPU compiler, in an environment of its own; needs no GPU

@@ -1,4 +1,4 @@
-"""The programs of `bench/programs`, in real widths, compiled for three TPUs as written and under ``"auto"``.
+"""The programs of `bench/programs`, in real widths, compiled for five TPUs as written and under ``"auto"``.
 
     python -m bench.tpu_programs                 compiles; writes bench/results/tpu_programs.json and .md
     python -m bench.tpu_programs --resume FILE   keeps every program in FILE, and goes on where FILE ends
@@ -34,8 +34,6 @@ from overlap import tpu_target
 
 NAME: Final = "tpu_programs"
 DEVICES: Final = 8
-CHIPS: Final = ("v5e", "v6e", "v5p")
-"""Those each of whose devices is a chip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class Compiled:
 
 def everything() -> dict[str, Compiled]:
     """Every program for every chip, by name."""
-    slices = [where for where in SLICES if where.chip in CHIPS and where.mesh_shape == (DEVICES,)]
+    slices = [where for where in SLICES if where.mesh_shape == (DEVICES,)]
     found = (Compiled(where, program) for where in slices for program in PROGRAMS)
     return {each.name: each for each in found}
 

@@ -15,8 +15,9 @@ from bench.steps import Step
 
 def test_every_program_is_compiled_for_every_chip() -> None:
     found = tpu_programs.everything().values()
-    assert {each.slice.chip for each in found} == set(tpu_programs.CHIPS)
-    for chip in tpu_programs.CHIPS:
+    chips = {each.slice.chip for each in found}
+    assert chips == {"v4", "v5e", "v5p", "v6e", "tpu7x"}
+    for chip in chips:
         assert [each.program for each in found if each.slice.chip == chip] == list(PROGRAMS)
 
 
