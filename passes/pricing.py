@@ -44,7 +44,7 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis, before: Before = NOTHING_BE
     priced = chain_sizes.pricer(sizes, axis, psum=isinstance(chain, DotPsum))
     in_turn = "all_reduce" not in axis.hardware.offloaded
     added_s = _reduced_s(flow, chain, axis) if isinstance(chain, AllGatherDot) else 0.0
-    # A TPU's compiler scatters first what is scattered next, and adds up a part (v4, v5e, v5p, v6e; all types).
+    # A TPU's compiler scatters first what is scattered next, and adds up a part (v4, v5e, v5p, v6e).
     scattered = chain.scattered if isinstance(chain, DotPsum) and axis.hardware.network == "torus" else 1
 
     def price(schedule: RingSchedule) -> Estimate:
