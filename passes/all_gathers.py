@@ -15,10 +15,10 @@ from jax import lax
 
 from cost_model.tile import LANES
 from passes import shims
-from passes.arrivals import rounded, take_in
+from passes.arrivals import rounded, take_in, values_of
 from passes.block_eval import Piece, Read, run_on_piece, write
 from passes.chains import AllGatherDot, Chain
-from passes.gather_ring import cut, values_of
+from passes.gather_ring import cut
 from passes.graph import Dataflow
 from passes.hops import Places
 from passes.schedule import WHOLE, RingSchedule, across, divisions, parts, tile_rows

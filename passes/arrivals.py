@@ -31,9 +31,14 @@ Results = dict[int, Any]
 """Of values that the rest of the program needs what there is so far; sums in the accumulator's dtype."""
 
 
+def values_of(flow: Dataflow, chain: AllGatherDot) -> tuple[int, ...]:
+    """The results of a chain's dots."""
+    return tuple(flow.ops[dot.op].outputs[0] for dot in chain.dots)
+
+
 def rounded(flow: Dataflow, chain: AllGatherDot, results: Results) -> Results:
     """The results, those of dots in their own dtype: sums were in the accumulator's."""
-    values = {flow.ops[dot.op].outputs[0] for dot in chain.dots}
+    values = values_of(flow, chain)
     return {
         value: lax.convert_element_type(result, flow.avals[value].dtype) if value in values else result
         for value, result in results.items()

@@ -12,13 +12,12 @@ from jax import lax
 
 from cost_model.tile import LANES
 from passes import shims
-from passes.arrivals import Late, Results, cut_for, rounded, take_in
+from passes.arrivals import Late, Results, cut_for, put_together, rounded, take_in, values_of
 from passes.block_eval import (
     Joined,
     Piece,
     Read,
     accumulator_dtype,
-    added,
     as_varying,
     blank,
     blocks_of,
@@ -249,10 +248,9 @@ class _Ring:
         widened = frozenset(dot.op for dot in self.chain.summed)
         run_on_piece(flow, dots, made, piece, self.read, widened)
         if self.sums:
-            partials = [made[value] for value in values_of(flow, self.chain)]
-            partials = [lax.convert_element_type(each, accumulator_dtype(each.dtype)) for each in partials]
-            before = results.get(number)
-            results[number] = partials if before is None else list(map(added, before, partials))
+            strip: Results = dict(results.get(number, {}))
+            put_together(flow, self.chain, piece, made, strip)
+            results[number] = strip
             return
         for dot, value, result_dim in zip(dots, values_of(flow, self.chain), cut.result_dims, strict=True):
             assert dot.dims.result_dim is not None
@@ -264,11 +262,6 @@ class _Ring:
             results[value] = in_rows(flow, whole)
 
 
-def values_of(flow: Dataflow, chain: AllGatherDot) -> tuple[int, ...]:
-    """The results of a chain's dots."""
-    return tuple(flow.ops[dot.op].outputs[0] for dot in chain.dots)
-
-
 def _in_columns(ring: _Ring, wire: Any) -> Results:
     """One ring after the other for the columns of what travels, along a free dim of its dots.
 
@@ -278,7 +271,7 @@ def _in_columns(ring: _Ring, wire: Any) -> Results:
     cut = across(ring.flow, ring.chain)
     assert cut is not None
     dim = cut.dim
-    wholes: list[Any] = [blank(ring.flow, value) for value in values]
+    wholes: Results = {value: blank(ring.flow, value) for value in values}
     size, columns = wire.shape[dim], ring.schedule.columns
     grain = LANES if size >= columns * LANES else 1
     placed = 0
@@ -287,17 +280,15 @@ def _in_columns(ring: _Ring, wire: Any) -> Results:
         pieces = ring.pieces_of(shard)
         if column:
             # Else every ring's hops could start at once, and their shards be kept.
-            tied = tie(*pieces, *wholes)
-            pieces, wholes = list(tied[: len(pieces)]), list(tied[len(pieces) :])
+            *pieces, wholes = tie(*pieces, wholes)
         results = ring.run(pieces)
-        strips = results.values() if ring.cut_across else [[results[value] for value in values]]
-        for strip in strips:
-            for number, (part, along) in enumerate(zip(strip, cut.result_dims, strict=True)):
-                part = lax.convert_element_type(part, wholes[number].dtype)
-                whole = lax.dynamic_update_slice_in_dim(wholes[number], part, placed, along)
-                wholes[number] = in_rows(ring.flow, whole)
-            placed += strip[0].shape[cut.result_dims[0]]
-    return dict(zip(values, wholes, strict=True))
+        for strip in results.values() if ring.cut_across else (results,):
+            for value, along in zip(values, cut.result_dims, strict=True):
+                part = lax.convert_element_type(strip[value], wholes[value].dtype)
+                whole = lax.dynamic_update_slice_in_dim(wholes[value], part, placed, along)
+                wholes[value] = in_rows(ring.flow, whole)
+            placed += strip[values[0]].shape[cut.result_dims[0]]
+    return wholes
 
 
 def emit_shard_reduction(
