@@ -134,20 +134,23 @@ class TestRead:
     @pytest.mark.parametrize(
         ("data", "words"),
         [
-            (b"", "the file is empty"),
-            (b"\x00\x01\x02" * 99, "binary, not text"),
-            (b"\xff\xfe\xfa", "binary, not text"),
-            (b"\x1f\x8b\x08", "compressed by gzip, and damaged"),
-            (gzip.compress(b"milk, eggs"), "line 1"),
-            (gzip.compress(b"HloModule f")[:-9], "compressed by gzip, and damaged"),
-            (b"milk, eggs", "line 1"),
-            (b"HloModule", "is not scheduled"),
-            (
+            pytest.param(b"", "the file is empty", id="empty"),
+            pytest.param(b"\x00\x01\x02" * 99, "binary, not text", id="zeros"),
+            pytest.param(b"\xff\xfe\xfa", "binary, not text", id="not utf-8"),
+            pytest.param(b"\x1f\x8b\x08", "compressed by gzip, and damaged", id="gzip's head"),
+            pytest.param(gzip.compress(b"milk, eggs"), "line 1", id="gzip of a list"),
+            pytest.param(
+                gzip.compress(b"HloModule f")[:-9], "compressed by gzip, and damaged", id="gzip cut off"
+            ),
+            pytest.param(b"milk, eggs", "line 1", id="a list"),
+            pytest.param(b"HloModule", "is not scheduled", id="one word"),
+            pytest.param(
                 b"module @jit_f attributes {mhlo.num_partitions = 1 : i32} {",
                 r"StableHLO.*compile\(\)\.as_text",
+                id="StableHLO",
             ),
-            (b"{ lambda ; a:f32[]. let b:f32[] = sin a in (b,) }", "a jaxpr"),
-            (b"HloModule f, is_scheduled=true\n\x1b[31mENTRY", "line 2"),
+            pytest.param(b"{ lambda ; a:f32[]. let b:f32[] = sin a in (b,) }", "a jaxpr", id="a jaxpr"),
+            pytest.param(b"HloModule f, is_scheduled=true\n\x1b[31mENTRY", "line 2", id="an escape"),
         ],
     )
     def test_other_contents(self, tmp_path: Path, data: bytes, words: str) -> None:
