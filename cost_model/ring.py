@@ -52,6 +52,7 @@ class Estimate:
       overlapped_s: the ring, partial dots beside hops.
       added_bytes: how much more temporary memory the ring needs than the collective; negative where it needs
         less. Roughly, and counted of rings of one collective alone.
+      hidden_s: of `collective_s`, what the compiler hides behind other dots of the program as it stands.
     """
 
     dot_s: float
@@ -61,11 +62,12 @@ class Estimate:
     hop_latency_s: float
     overlapped_s: float
     added_bytes: float = 0.0
+    hidden_s: float = 0.0
 
     @property
     def original_s(self) -> float:
-        """Seconds of the site as it stands: the collective and the dots, one after the other."""
-        return self.dot_s + self.collective_s
+        """Seconds of the site as it stands: the dots, and what of the collective nothing else hides."""
+        return self.dot_s + self.collective_s - self.hidden_s
 
     @property
     def benefit_s(self) -> float:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.table import Table
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 """Version of the JSON form of ``Report``."""
 
 NOT_A_TERMINAL: Final = 100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal
 
 from cost_model import Estimate, Hardware
@@ -16,6 +16,7 @@ from passes.emit import Ring
 from passes.excerpt import Choice, Excerpt, excerpt
 from passes.gather_match import without_dots
 from passes.graph import Dataflow
+from passes.hidden import Hidden
 from passes.invariance import Invariance
 from passes.match import Match
 from passes.network import Network
@@ -137,26 +138,65 @@ def decide(
         else:
             chains = _remaining(flow, match.found, beside, invariance) or match.found
             proposals.append((_propose(match.collective, chains, policy, prices), chains))
-    proposals.sort(key=lambda p: (-benefit_s(p[0]), p[0].collective.op))
+    collectives = [match.collective for match in matches] if proposals else []
+    hidden = Hidden(flow, network, collectives, _collectives_s(proposals))
     taken: set[int] = set()
-    for proposal, chains in proposals:
+
+    def decide_next(proposal: Decision, chains: tuple[Chain, ...], hidden_s: Mapping[int, float]) -> Decision:
         remaining = _remaining(flow, chains, taken, invariance)
         if not remaining:
-            decision = dataclasses.replace(proposal, reason=_taken(flow, proposal, taken))
-        else:
-            if taken.intersection(dots_of(proposal)):
-                proposal = _propose(proposal.collective, remaining, policy, prices)
-            invariant = proposal.collective.op in loop_invariant
-            trial = None
-            if policy in ("verify", "autotune") and not invariant:
-                trial = _tried(flow, proposal, network, try_out, prices)
-            axis = prices.axis(proposal.collective)
-            hardware = None if axis is None else axis.hardware
-            decision = trial or _judge(proposal, policy, describe, hardware, invariant)
-        if decision.rewritten:
-            taken.update(dots_of(decision))
-        decided[decision.collective.op] = decision
+            return dataclasses.replace(proposal, reason=_taken(flow, proposal, taken))
+        if taken.intersection(dots_of(proposal)):
+            proposal = _propose(proposal.collective, remaining, policy, prices)
+        proposal = _hiding(proposal, hidden_s)
+        invariant = proposal.collective.op in loop_invariant
+        trial = None
+        if policy in ("verify", "autotune") and not invariant:
+            trial = _tried(flow, proposal, network, try_out, prices)
+        axis = prices.axis(proposal.collective)
+        hardware = None if axis is None else axis.hardware
+        return trial or _judge(proposal, policy, describe, hardware, invariant)
+
+    hidden_s = hidden.seconds()
+    while proposals:
+        proposals.sort(key=lambda p: (-benefit_s(_hiding(p[0], hidden_s)), p[0].collective.op))
+        for proposal, chains in proposals:
+            decision = decide_next(proposal, chains, hidden_s)
+            if decision.rewritten:
+                taken.update(dots_of(decision))
+            decided[decision.collective.op] = decision
+        proposals = [p for p in proposals if _is_hidden(decided[p[0].collective.op])]
+        if proposals:
+            # Beside the dots of a ring nothing is hidden: what was may pay now.
+            before_s, hidden_s = hidden_s, hidden.seconds(_priced_rings(decided.values()))
+            ops = {op for op, seconds in before_s.items() if hidden_s.get(op, 0.0) < seconds}
+            proposals = [p for p in proposals if p[0].collective.op in ops]
     return tuple(decided[op] for op in sorted(decided))
+
+
+def _collectives_s(proposals: Iterable[tuple[Decision, tuple[Chain, ...]]]) -> Mapping[int, float]:
+    """Number of a collective → the seconds that its chain's price says it takes."""
+    priced = ((decision.collective.op, decision.estimate) for decision, _ in proposals)
+    return {op: estimate.collective_s for op, estimate in priced if estimate is not None}
+
+
+def _priced_rings(decisions: Iterable[Decision]) -> Iterator[tuple[Chain, Estimate]]:
+    for decision in decisions:
+        if decision.rewritten and decision.ring is not None and decision.estimate is not None:
+            yield decision.ring.chain, decision.estimate
+
+
+def _is_hidden(decision: Decision) -> bool:
+    return decision.reason.code is Code.HIDDEN_AS_WRITTEN
+
+
+def _hiding(proposal: Decision, hidden_s: Mapping[int, float]) -> Decision:
+    """The proposal, priced against what the compiler leaves exposed of its collective as written."""
+    estimate, seconds = proposal.estimate, hidden_s.get(proposal.collective.op, 0.0)
+    if estimate is None or not seconds:
+        return proposal
+    seconds = min(seconds, estimate.collective_s)
+    return dataclasses.replace(proposal, estimate=dataclasses.replace(estimate, hidden_s=seconds))
 
 
 def ask(policy: Callable[[Site], bool], site: Site) -> bool:
@@ -253,6 +293,8 @@ def _judge(
     detail = "Its operand is the same in every iteration of the loop." if loop_invariant else ""
     if code is Code.NOT_PROFITABLE and _gain(proposal) > 0:
         detail = f"It would gain {_gain(proposal):.1%}, {_but(proposal)}."
+    elif code is Code.HIDDEN_AS_WRITTEN and proposal.estimate is not None:
+        detail = f"Of it {proposal.estimate.hidden_s / proposal.estimate.collective_s:.0%} are hidden so."
     return dataclasses.replace(proposal, reason=Reason(code, detail), rewritten=rewritten)
 
 
@@ -271,6 +313,7 @@ def _tried(
     if try_out is None or axis is None or program is None:
         return None
     price = prices.of(chain, axis)
+    hidden_s = 0.0 if proposal.estimate is None else proposal.estimate.hidden_s
     trial = try_out(program, prices.fastest(chain, axis, TRIED))
     if trial is None:
         return None
@@ -279,7 +322,7 @@ def _tried(
         return dataclasses.replace(
             proposal,
             ring=Ring(chain, schedule),
-            estimate=price(schedule),
+            estimate=dataclasses.replace(price(schedule), hidden_s=hidden_s),
             rewritten=True,
             reason=Reason(Code.TRIED_FASTER, _found(trial, ring_s, note)),
         )
@@ -319,12 +362,19 @@ def _verdict(
     if proposal.estimate is None or hardware is None:
         predicted = Code.UNKNOWN_HARDWARE
     else:
-        predicted = Code.PROFITABLE if pays(proposal.estimate, hardware) else Code.NOT_PROFITABLE
+        predicted = _predicted(proposal.estimate, hardware)
     if callable(policy):
         # It is told what the cost model alone would decide.
         accepted = ask(policy, describe(dataclasses.replace(proposal, reason=Reason(predicted))))
         return (Code.POLICY_ACCEPTED, True) if accepted else (Code.POLICY_DECLINED, False)
     return predicted, predicted is Code.PROFITABLE
+
+
+def _predicted(estimate: Estimate, hardware: Hardware) -> Code:
+    if pays(estimate, hardware):
+        return Code.PROFITABLE
+    exposed = dataclasses.replace(estimate, hidden_s=0.0)
+    return Code.HIDDEN_AS_WRITTEN if pays(exposed, hardware) else Code.NOT_PROFITABLE
 
 
 def rings_of(decisions: Iterable[Decision]) -> tuple[Ring, ...]:

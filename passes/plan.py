@@ -490,7 +490,7 @@ class _Planner:
 def _untried(decision: Decision) -> Decision:
     """A decision by the cost model alone, which says why its chain was not tried."""
     code, detail = decision.reason.code, decision.reason.detail
-    if code not in (Code.PROFITABLE, Code.NOT_PROFITABLE):
+    if code not in (Code.PROFITABLE, Code.NOT_PROFITABLE, Code.HIDDEN_AS_WRITTEN):
         return decision
     return dataclasses.replace(decision, reason=Reason(code, f"{detail} {_NO_DEVICES}".lstrip()))
 

@@ -13,6 +13,7 @@ class Code(StrEnum):
     POLICY_ALWAYS = "policy_always"
     POLICY_ACCEPTED = "policy_accepted"
     NOT_PROFITABLE = "not_profitable"
+    HIDDEN_AS_WRITTEN = "hidden_as_written"
     TRIED_FASTER = "tried_faster"
     TRIED_SLOWER = "tried_slower"
     TRIED_TOGETHER = "tried_together"
@@ -43,6 +44,9 @@ _SENTENCES = {
     Code.POLICY_ALWAYS: 'The policy is "always" and the rewrite is legal.',
     Code.POLICY_ACCEPTED: "The given policy accepted the rewrite.",
     Code.NOT_PROFITABLE: "The ring is not predicted to be faster than the collective and its dots by enough.",
+    Code.HIDDEN_AS_WRITTEN: (
+        "As written the compiler runs the collective beside other dots, and a ring would save too little."
+    ),
     Code.TRIED_FASTER: "A ring was compiled for this target and found faster.",
     Code.TRIED_SLOWER: "The best rings were compiled for this target, and none was found faster.",
     Code.TRIED_TOGETHER: (

@@ -249,7 +249,7 @@ class TestJson:
 
     def test_tells_times_versions_and_schema(self) -> None:
         data = json.loads(Report((site(), site(Code.NO_DOT, estimate=None)), name="step").to_json())
-        assert data["schema"] == 1
+        assert data["schema"] == 2
         assert set(data["versions"]) == {"overlap", "jax"}
         assert data["name"] == "step"
         first, second = data["sites"]
@@ -262,9 +262,9 @@ class TestJson:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            (lambda d: d.update(schema=2), "schema 1 is expected, not 2"),
-            (lambda d: d.pop("schema"), "schema 1 is expected, not None"),
-            (lambda d: d.update(schema=True), "schema 1 is expected, not True"),
+            (lambda d: d.update(schema=1), "schema 2 is expected, not 1"),
+            (lambda d: d.pop("schema"), "schema 2 is expected, not None"),
+            (lambda d: d.update(schema=True), "schema 2 is expected, not True"),
             (lambda d: d.pop("sites"), "the report lacks sites"),
             (lambda d: d.update(name=3), "name of the report must be a string, not an integer"),
             (lambda d: d.update(extra=3), "the report has unknown fields: extra"),

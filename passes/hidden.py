@@ -1,0 +1,115 @@
+"""What compilers hide as written: collectives that devices run beside dots that do not wait for them.
+
+Such a collective (`Hardware.offloaded`) costs what it leaves the dots waiting for, and a ring in its place
+can save no more. Compiled training steps of a layer (bench/programs) leave as much exposed on v5e and 7x as
+the list schedule of their dots and collectives, within 1.5 ms of 4 to 42; v4, v5p and v6e hide nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from cost_model import Axis, Estimate, Matmul, matmul_s
+from cost_model.hardware import Offloaded
+from cost_model.list_schedule import Step, list_schedule
+from cost_model.offloaded import is_offloaded
+from passes.chains import Chain
+from passes.collective import Collective, unsupported
+from passes.dots import matmul
+from passes.graph import Dataflow, Op
+from passes.network import Network
+
+_RUN_BY: Final[Mapping[str, Offloaded]] = {
+    "all_gather": "all_gather",
+    "psum": "all_reduce",
+    "reduce_scatter": "reduce_scatter",
+}
+
+
+class Hidden:
+    """The collectives of a jaxpr beside its dots.
+
+    What is in the bodies of operations takes no time here, and so hides nothing, and neither do collectives
+    of forms that are not decomposed.
+
+    Args:
+      flow: the dataflow graph.
+      network: the devices that it runs on.
+      collectives: all collectives.
+      known_s: number of a collective → its seconds, where a chain's price has them.
+    """
+
+    def __init__(
+        self,
+        flow: Dataflow,
+        network: Network,
+        collectives: Iterable[Collective],
+        known_s: Mapping[int, float],
+    ) -> None:
+        self._flow, self._network = flow, network
+        self._seconds: dict[int, float] = {}
+        self._beside: set[int] = set()
+        hardware = network.hardware
+        if hardware is None or hardware.network != "torus" or not hardware.offloaded:
+            return
+        for collective in collectives:
+            axis = None if unsupported(flow, collective) else network.axis(collective)
+            if axis is None:
+                continue
+            known = known_s.get(collective.op)
+            self._seconds[collective.op] = _collective_s(flow, collective, axis) if known is None else known
+            kind = _RUN_BY.get(collective.kind)
+            if kind is not None and is_offloaded(kind, axis):
+                self._beside.add(collective.op)
+
+    def seconds(self, rings: Iterable[tuple[Chain, Estimate]] = ()) -> Mapping[int, float]:
+        """Number of a collective → for how long dots run beside it; 0 of those that are left out.
+
+        Args:
+          rings: chains that become rings, with their prices. No other collective runs beside their dots: on
+            v5e one that could was seen to wait for the last ones, which are short.
+        """
+        if not self._beside:
+            return {}
+        flow = self._flow
+        times = {op: (0.0 if op in self._beside else s, s) for op, s in self._seconds.items()}
+        for chain, priced in rings:
+            dot_s = priced.overlapped_s / len(chain.dots)
+            times[chain.collective.op] = 0.0, 0.0
+            times.update((dot.op, (dot_s, dot_s)) for dot in chain.dots)
+        timed: dict[Matmul, float] = {}
+        numbers = {index: number for number, index in enumerate(flow.live)}
+        steps = []
+        for index, op in flow.live.items():
+            if op.name == "dot_general" and index not in times:
+                times[index] = self._dot_s(op, timed), 0.0
+            needs = tuple(numbers[before] for before in flow.before(index))
+            steps.append(Step(needs, *times.get(index, (0.0, 0.0))))
+        exposed_s = dict(zip(flow.live, list_schedule(steps).exposed_s, strict=True))
+        return {op: max(0.0, times[op][1] - exposed_s[op]) for op in self._beside}
+
+    def _dot_s(self, op: Op, timed: dict[Matmul, float]) -> float:
+        hardware = self._network.hardware
+        assert hardware is not None
+        lhs, rhs = map(self._flow.aval, op.inputs)
+        result = self._flow.avals[op.outputs[0]]
+        numbers = op.params["dimension_numbers"]
+        found = matmul(numbers, lhs.shape, rhs.shape, lhs.dtype, rhs.dtype, result.dtype)
+        if found not in timed:
+            timed[found] = matmul_s(found, hardware)
+        return timed[found]
+
+
+def _collective_s(flow: Dataflow, collective: Collective, axis: Axis) -> float:
+    """Seconds of a collective that no chain has."""
+    op = flow.ops[collective.op]
+    values = op.outputs if collective.kind == "all_gather" else op.inputs
+    moved_bytes = sum(flow.aval(value).size * flow.aval(value).dtype.itemsize for value in values)
+    if collective.kind == "all_to_all":
+        return axis.all_to_all_s(axis.size * moved_bytes)
+    return {
+        "all_gather": axis.all_gather_s,
+        "psum": axis.all_reduce_s,
+        "reduce_scatter": axis.reduce_scatter_s,
+    }[collective.kind](moved_bytes)
