@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from cost_model.axis import Axis
 from cost_model.dtypes import dtype_bytes, parse_dtype
@@ -21,6 +21,8 @@ from cost_model.matmul import Matmul
 from cost_model.on_chip import OTHER, Side, wholes_s
 from cost_model.pipeline import copied_sum_s
 from cost_model.ring import Estimate
+
+Beside = Offloaded | Literal["all_to_all"]
 
 IN_TURN: Final = range(8, 17)
 """Of how many pieces one tries the least and the most that are equal: nothing hides the first one's
@@ -53,6 +55,17 @@ what travels. Placing pieces of rows takes just reading and writing them (7x).""
 def is_offloaded(collective: Offloaded, axis: Axis) -> bool:
     """Whether this collective of these devices runs beside dots: not between slices, or where none does."""
     return collective in axis.hardware.offloaded and axis.hardware.overlaps and axis.within_domain
+
+
+def runs_beside(collective: Beside, axis: Axis) -> bool:
+    """Whether the compiler runs this collective beside dots that do not wait for it.
+
+    On GPUs each is a kernel on a stream of its own (of an all_to_all, an all_reduce, all_gathers and
+    reduce_scatters compiled for H100s, jax 0.12).
+    """
+    if axis.hardware.lone_matmuls:
+        return axis.hardware.overlaps
+    return collective != "all_to_all" and is_offloaded(collective, axis)
 
 
 def sums_whole(dtype: str, axis: Axis) -> bool:

@@ -1,8 +1,9 @@
 """What compilers hide as written: collectives that devices run beside dots that do not wait for them.
 
-Such a collective (`Hardware.offloaded`) costs what it leaves the dots waiting for, and a ring in its place
-can save no more. Compiled training steps of a layer (bench/programs) leave as much exposed on v5e and 7x as
-the list schedule of their dots and collectives, within 1.5 ms of 4 to 42; v4, v5p and v6e hide nothing.
+Such a collective costs what it leaves the dots waiting for, and a ring in its place can save no more.
+Compiled training steps of a layer (bench/programs) leave as much exposed on v5e and 7x as the list schedule
+of their dots and collectives, within 1.5 ms of 4 to 42, and so do small programs for H100s. v4, v5p and v6e
+hide nothing.
 """
 
 from __future__ import annotations
@@ -11,17 +12,17 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from cost_model import Axis, Estimate, Matmul, matmul_s
-from cost_model.hardware import Offloaded
 from cost_model.list_schedule import Step, list_schedule
-from cost_model.offloaded import is_offloaded
+from cost_model.offloaded import Beside, runs_beside
 from passes.chains import Chain
 from passes.collective import Collective, unsupported
 from passes.dots import matmul
 from passes.graph import Dataflow, Op
 from passes.network import Network
 
-_RUN_BY: Final[Mapping[str, Offloaded]] = {
+_NAMES: Final[Mapping[str, Beside]] = {
     "all_gather": "all_gather",
+    "all_to_all": "all_to_all",
     "psum": "all_reduce",
     "reduce_scatter": "reduce_scatter",
 }
@@ -51,7 +52,7 @@ class Hidden:
         self._seconds: dict[int, float] = {}
         self._beside: set[int] = set()
         hardware = network.hardware
-        if hardware is None or hardware.network != "torus" or not hardware.offloaded:
+        if hardware is None or not (hardware.offloaded or hardware.lone_matmuls):
             return
         for collective in collectives:
             axis = None if unsupported(flow, collective) else network.axis(collective)
@@ -59,8 +60,7 @@ class Hidden:
                 continue
             known = known_s.get(collective.op)
             self._seconds[collective.op] = _collective_s(flow, collective, axis) if known is None else known
-            kind = _RUN_BY.get(collective.kind)
-            if kind is not None and is_offloaded(kind, axis):
+            if runs_beside(_NAMES[collective.kind], axis):
                 self._beside.add(collective.op)
 
     def seconds(self, rings: Iterable[tuple[Chain, Estimate]] = ()) -> Mapping[int, float]:

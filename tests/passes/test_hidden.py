@@ -82,7 +82,7 @@ def hidden_share(site: Site) -> float:
     return site.estimate.hidden_s / site.estimate.collective_s
 
 
-@pytest.mark.parametrize("chip", ["tpu_v5e", "tpu_7x"])
+@pytest.mark.parametrize("chip", ["tpu_v5e", "tpu_7x", "h100"])
 def test_a_second_weight_is_gathered_beside_the_first_ones_dot(chip: str) -> None:
     first, second = sites(fsdp, chip, "never")
     assert hidden_share(first) == 0
@@ -91,7 +91,7 @@ def test_a_second_weight_is_gathered_beside_the_first_ones_dot(chip: str) -> Non
     assert second.estimate.original_s == pytest.approx(second.estimate.dot_s)
 
 
-@pytest.mark.parametrize("chip", ["tpu_v4", "tpu_v5p", "tpu_v6e", "h100", "cpu"])
+@pytest.mark.parametrize("chip", ["tpu_v4", "tpu_v5p", "tpu_v6e", "cpu"])
 def test_where_collectives_run_alone_nothing_is_hidden(chip: str) -> None:
     assert all(hidden_share(site) == 0 for site in sites(fsdp, chip, "never"))
 
@@ -102,11 +102,21 @@ def test_what_is_alone_with_its_dots_is_not_hidden() -> None:
 
 
 def test_only_what_the_hardware_runs_beside_dots_is_hidden() -> None:
-    """v5e's dots run all_gathers only; 7x sums up beside the dot that does not wait for the sum."""
+    """v5e's dots run all_gathers only; 7x and GPUs sum up beside dots that do not wait for the sum."""
     assert all(hidden_share(site) == 0 for site in sites(gradients, "tpu_v5e", "never"))
-    first, second = sites(gradients, "tpu_7x", "never")
-    assert hidden_share(first) > 0
-    assert hidden_share(second) == pytest.approx(0, abs=1e-9)
+    for chip in ("tpu_7x", "h100"):
+        first, second = sites(gradients, chip, "never")
+        assert hidden_share(first) > 0
+        assert hidden_share(second) == pytest.approx(0, abs=1e-9)
+
+
+def test_gpus_exchange_beside_dots_too() -> None:
+    def exchanged(x: Any, up: Any, down: Any) -> Any:
+        return lax.all_to_all(x @ up, "x", 1, 0, tiled=True), 2 * x @ up
+
+    for chip, hidden in (("h100", True), ("tpu_7x", False)):
+        (site,) = (s for s in sites(exchanged, chip, "never") if s.kind == "dot_all_to_all")
+        assert (hidden_share(site) > 0) == hidden
 
 
 def test_a_ring_that_would_save_what_is_hidden_is_not_made() -> None:
