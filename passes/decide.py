@@ -157,7 +157,7 @@ def decide(
         hardware = None if axis is None else axis.hardware
         return trial or _judge(proposal, policy, describe, hardware, invariant)
 
-    hidden_s = hidden.seconds()
+    hidden_s = as_written_s = hidden.seconds()
     while proposals:
         proposals.sort(key=lambda p: (-benefit_s(_hiding(p[0], hidden_s)), p[0].collective.op))
         for proposal, chains in proposals:
@@ -171,7 +171,7 @@ def decide(
             before_s, hidden_s = hidden_s, hidden.seconds(_priced_rings(decided.values()))
             ops = {op for op, seconds in before_s.items() if hidden_s.get(op, 0.0) < seconds}
             proposals = [p for p in proposals if p[0].collective.op in ops]
-    return tuple(decided[op] for op in sorted(decided))
+    return tuple(_against_all(decided[op], as_written_s.get(op, 0.0)) for op in sorted(decided))
 
 
 def _collectives_s(proposals: Iterable[tuple[Decision, tuple[Chain, ...]]]) -> Mapping[int, float]:
@@ -197,6 +197,18 @@ def _hiding(proposal: Decision, hidden_s: Mapping[int, float]) -> Decision:
         return proposal
     seconds = min(seconds, estimate.collective_s)
     return dataclasses.replace(proposal, estimate=dataclasses.replace(estimate, hidden_s=seconds))
+
+
+def _against_all(decision: Decision, as_written_s: float) -> Decision:
+    """A ring, priced against the program without any: so all of them save the sum of what each does.
+
+    What the rings before it leave exposed of its collective is a loss of theirs, and a gain of this one.
+    """
+    first = _hiding(decision, {decision.collective.op: as_written_s})
+    if not decision.rewritten or first.estimate == decision.estimate:
+        return decision
+    reason = Reason(decision.reason.code, "Beside the rings before it nothing would hide the collective.")
+    return dataclasses.replace(first, reason=reason)
 
 
 def ask(policy: Callable[[Site], bool], site: Site) -> bool:
