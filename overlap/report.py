@@ -123,7 +123,9 @@ class Report:
 
     @property
     def _note(self) -> str:
-        return _NOTE + (_WHILE if any("while" in site.path.split("/") for site in self.sites) else "")
+        hidden = any(site.estimate is not None and site.estimate.hidden_s > 0 for site in self.sites)
+        loops = any("while" in site.path.split("/") for site in self.sites)
+        return _NOTE + (_HIDDEN if hidden else "") + (_WHILE if loops else "")
 
     @property
     def _totals(self) -> str:
@@ -185,6 +187,7 @@ _NOTE = (
     "Times are modelled, in µs for one execution: the collective and its dots → as a ring (× speed-up). "
     "Those of a kept site are what a ring in its place would take."
 )
+_HIDDEN = " What other dots hide of a collective as written is left out."
 _WHILE = " The bodies of while loops are counted once."
 
 

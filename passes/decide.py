@@ -306,7 +306,8 @@ def _judge(
     if code is Code.NOT_PROFITABLE and _gain(proposal) > 0:
         detail = f"It would gain {_gain(proposal):.1%}, {_but(proposal)}."
     elif code is Code.HIDDEN_AS_WRITTEN and proposal.estimate is not None:
-        detail = f"Of it {proposal.estimate.hidden_s / proposal.estimate.collective_s:.0%} are hidden so."
+        share = proposal.estimate.hidden_s / proposal.estimate.collective_s
+        detail = f"Of its time {share:.0%} is hidden so."
     return dataclasses.replace(proposal, reason=Reason(code, detail), rewritten=rewritten)
 
 

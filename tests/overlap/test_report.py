@@ -194,6 +194,11 @@ class TestTable:
         assert "while loops are counted once" in Report((site(path="shard_map/while"),)).text(120)
         assert "while loops" not in Report((site(),)).text(120)
 
+    def test_what_is_hidden_as_written_is_pointed_out(self) -> None:
+        hidden = dataclasses.replace(ESTIMATE, hidden_s=1e-6)
+        assert "other dots hide" in " ".join(Report((site(estimate=hidden),)).text(120).split())
+        assert "other dots hide" not in " ".join(Report((site(estimate=ESTIMATE),)).text(120).split())
+
     def test_brackets_are_not_taken_for_markup(self) -> None:
         assert "f32[red]" in Report((site(operand="f32[red]"),)).text(120)
 

@@ -124,7 +124,7 @@ def test_a_ring_that_would_save_what_is_hidden_is_not_made() -> None:
     _, site = sites(out_of_order, "tpu_v5e")
     assert site.reason == "hidden_as_written"
     assert not site.rewritten
-    assert "100% are hidden" in site.sentence
+    assert "100% is hidden" in site.sentence
     _, site = sites(out_of_order, "tpu_v6e")
     assert site.reason == "profitable"
 
