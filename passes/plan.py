@@ -23,6 +23,7 @@ from passes.made_again import MadeAgain, fuses, made_again, read_by_rings
 from passes.match import match_dataflow
 from passes.network import Network
 from passes.reasons import Code, Reason
+from passes.scattered_first import scattered_first, sums_before_scatters
 from passes.site import Site
 from passes.weight_gradients import held_back, run_first, weight_gradients
 
@@ -391,7 +392,12 @@ class _Planner:
                 inner = self._bodies(op, path, same, mapped, within, read_again, replaceable=False)
                 opaque[index] = tuple(p for plans in inner.values() for p in plans)
         undecided = Plan(flow, path, (), (), bodies, opaque)
-        self.plans[key] = self._decided(undecided, same, replaceable, mapped, invariance, again)
+
+        def decided(plan: Plan) -> Plan:
+            replicas = Invariance(plan.flow, alike.of(plan.flow))
+            return self._decided(plan, same, replaceable, mapped, replicas, again)
+
+        self.plans[key] = _scattering_first(undecided, decided) if replaceable else decided(undecided)
         return self.plans[key]
 
     def _bodies(
@@ -485,6 +491,20 @@ class _Planner:
                 else Network(hardware, mapped.mesh, mapped.axes, mapped.check_vma)
             )
         return self.networks[key]
+
+
+def _scattering_first(plan: Plan, decided: Callable[[Plan], Plan]) -> Plan:
+    """The decided plan, with those sums scattered first whose scatter becomes a ring then, and no others."""
+    pairs = sums_before_scatters(plan.flow)
+    while pairs:
+        turned = decided(dataclasses.replace(plan, flow=scattered_first(plan.flow, pairs)))
+        rings = {d.collective.op for d in turned.decisions if d.rewritten and d.ring is not None}
+        # A scatter has the number of the sum that it came after.
+        left = tuple(pair for pair in pairs if pair[0] in rings)
+        if left == pairs:
+            return turned
+        pairs = left
+    return decided(plan)
 
 
 def _untried(decision: Decision) -> Decision:

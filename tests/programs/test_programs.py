@@ -185,7 +185,7 @@ REWRITTEN: Final[Mapping[str, Mapping[str, int]]] = {
     "fsdp_tensor_layer": {"all_gather_dot": 9, "dot_reduce_scatter": 9},
     "esm2_layer": {"all_gather_dot": 8, "dot_reduce_scatter": 6},
     "mixture_of_experts": {"dot_all_to_all": 1, "all_to_all_dot": 3, "dot_psum": 1},
-    "two_pods": {"all_gather_dot": 2, "dot_psum": 2},
+    "two_pods": {"all_gather_dot": 2, "dot_reduce_scatter": 2},
     "two_pods_scatter_first": {"all_gather_dot": 2, "dot_reduce_scatter": 2},
 }
 """How many sites of each kind."""
@@ -203,8 +203,8 @@ NOT_NEXT_TO_A_DOT: Final[Mapping[str, Mapping[str, int]]] = {
     # The loss, the biases and the norms. A layer norm of the gathered width has a derivative that needs the
     # whole width too, so that nothing can be scattered before.
     "esm2_layer": {"psum": 11},
-    # The loss and the norm; and what follows a collective: the psum over the pods is itself next to the dot.
-    "two_pods": {"psum": 2, "reduce_scatter": 2},
+    # The loss and the norm; and weights' gradients over the pods, which are scattered first.
+    "two_pods": {"psum": 4},
     # The norm is summed over both axes, one after the other; weights over the pods, once they are scattered.
     "two_pods_scatter_first": {"psum": 5},
 }
