@@ -59,7 +59,8 @@ def tried_whole(plan: Plan, predicted: Plan, try_out: TryOut) -> Plan:
       try_out: what the chains were tried with.
     """
     fastest, *fewer = _attempts(_plans(plan))
-    first = {_selection(rings): rings for rings in (fastest, _predicted(_plans(predicted), fastest)) if rings}
+    modelled = _predicted(_plans(plan), _plans(predicted), fastest)
+    first = {_selection(rings): rings for rings in (fastest, modelled) if rings}
     attempts = first | {_selection(rings): rings for rings in fewer if rings}
     selections = dict(itertools.islice(attempts.items(), MOST))
     program = _excerpt(plan, selections, compared=len(first)) if selections else None
@@ -111,12 +112,16 @@ def _attempts(plans: list[Plan]) -> Iterator[Rings]:
             yield _without(lean, key)
 
 
-def _predicted(plans: list[Plan], tried: Rings) -> Rings:
-    """The rings that the cost model would have chosen, and of those that were tried the trial's decision."""
+def _predicted(plans: list[Plan], predicted: list[Plan], tried: Rings) -> Rings:
+    """The rings that the cost model would have chosen, and of those that were tried the trial's decision.
+
+    A sum and its scatter that have changed places in one plan, and not in the other, are left out.
+    """
     rings: dict[tuple[int, int], Decision] = {}
-    for number, plan in enumerate(plans):
-        for decision in plan.decisions:
-            if decision.rewritten and decision.ring is not None:
+    for number, (plan, model) in enumerate(zip(plans, predicted, strict=True)):
+        collectives = {decision.collective for decision in plan.decisions}
+        for decision in model.decisions:
+            if decision.rewritten and decision.ring is not None and decision.collective in collectives:
                 key = number, decision.collective.op
                 rings[key] = tried[key] if key in tried and _same(tried[key], decision) else decision
     return rings

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import passes
@@ -113,6 +114,38 @@ def test_all_rings_come_first_and_then_one_fewer() -> None:
     assert len(set(selections)) == 3
     assert [site.rewritten for site in passes.sites(plan)] == [True, True]
     assert {site.reason for site in passes.sites(plan)} == {str(Code.TRIED_FASTER)}
+
+
+def pods(x: Any, w: Any) -> Any:
+    """A sum over pods that is scattered inside each: the two change places where the scatter has a ring."""
+
+    def body(x: Any, w: Any) -> Any:
+        return lax.psum_scatter(lax.psum(x @ w, "pod"), "x", tiled=True)
+
+    mesh = jax.make_mesh((2, 4), ("pod", "x"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:8])
+    specs = (P(None, ("pod", "x")), P(("pod", "x")))
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P("x"))(x, w)
+
+
+def test_what_the_model_turns_round_is_not_tried_where_the_trial_does_not() -> None:
+    tried = Tried(first, Trial(None, 100e-6, 120e-6, "modelled"))
+    plan = planned(tried, pods, ((8, 64), (64, 8)), predicted="always")
+    assert not tried.wholes
+    assert [site.kind for site in passes.sites(plan)] == ["dot_psum", "reduce_scatter"]
+    assert {site.rewritten for site in passes.sites(plan)} == {False}
+
+
+def test_what_the_trial_turns_round_is_tried_as_such() -> None:
+    tried = Tried(first, LEAN)
+    plan = planned(tried, pods, ((8, 64), (64, 8)), predicted="never")
+    ((excerpt, (selection,)),) = tried.wholes
+    assert [(site.kind, site.rewritten) for site in passes.sites(plan)] == [
+        ("dot_reduce_scatter", True),
+        ("psum", False),
+    ]
+    x, w = (np.random.default_rng(1).normal(size=size).astype(np.float32) for size in ((8, 64), (64, 8)))
+    for function in (excerpt.original, excerpt.version(selection)):
+        np.testing.assert_allclose(function(x, w)[0], x.astype(np.float64) @ w, atol=1e-4)
 
 
 def test_larger_rings_come_before_the_lean_ones() -> None:
