@@ -110,8 +110,9 @@ def decide(
     """Decides each match, in program order.
 
     Chains that share a dot compete: the one with the larger predicted benefit has it, and the others are
-    priced again without it. The outcome depends on the program, the policy and the hardware's numbers alone,
-    so every process of a job decides alike.
+    priced again without it. What the compiler hides of a collective as written is no gain of a ring; beside
+    rings less is hidden, so that what was is decided once more when they are known. The outcome depends on
+    the program, the policy and the hardware's numbers alone, so every process of a job decides alike.
 
     Args:
       flow: the dataflow graph of the matches.
