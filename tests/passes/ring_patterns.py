@@ -153,7 +153,7 @@ PATTERNS = {
     ),
     "psum_then_dot": Pattern(
         lambda x, w, v: lax.psum(x @ w, "x") @ v,
-        lambda p, b: ((p * b, 3), (3, 9), (9, 2)),
+        lambda p, b: ((p * b, 3), (3, 11), (11, 2)),
         lambda x, w, v: [per_device(np.matmul, spmd.psum(per_device(np.matmul, x, w)), v)],
     ),
 }
