@@ -9,6 +9,7 @@ within 1.5 of 0 to 14; and so do small programs for H100s. v4, v5p and v6e hide 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache, cached_property
 from typing import Final
 
 from cost_model import Axis, Estimate, Matmul, matmul_s
@@ -72,44 +73,46 @@ class Hidden:
         """
         if not self._beside:
             return {}
-        flow = self._flow
         times = {op: (0.0 if op in self._beside else s, s) for op, s in self._seconds.items()}
+        times.update((dot, (s, 0.0)) for dot, s in self._dots_s.items())
         for chain, priced in rings:
             dot_s = priced.overlapped_s / len(chain.dots)
             times[chain.collective.op] = 0.0, 0.0
             times.update((dot.op, (dot_s, dot_s)) for dot in chain.dots)
-        timed: dict[Matmul, float] = {}
-        numbers = {index: number for number, index in enumerate(flow.live)}
-        steps = []
-        for index, op in flow.live.items():
-            if op.name == "dot_general" and index not in times:
-                times[index] = self._dot_s(op, timed), 0.0
-            needs = tuple(numbers[before] for before in flow.before(index))
-            steps.append(Step(needs, *times.get(index, (0.0, 0.0))))
-        exposed_s = dict(zip(flow.live, list_schedule(steps).exposed_s, strict=True))
+        steps = [Step(needs, *times.get(op, (0.0, 0.0))) for op, needs in self._needs.items()]
+        exposed_s = dict(zip(self._needs, list_schedule(steps).exposed_s, strict=True))
         return {op: max(0.0, times[op][1] - exposed_s[op]) for op in self._beside}
 
-    def _dot_s(self, op: Op, timed: dict[Matmul, float]) -> float:
+    @cached_property
+    def _needs(self) -> Mapping[int, tuple[int, ...]]:
+        """The operations, and of each the positions among them of those whose results it reads."""
+        numbers = {index: number for number, index in enumerate(self._flow.live)}
+        return {index: tuple(numbers[op] for op in self._flow.before(index)) for index in numbers}
+
+    @cached_property
+    def _dots_s(self) -> Mapping[int, float]:
+        """Seconds of each dot; those that are alike are priced once."""
         hardware = self._network.hardware
         assert hardware is not None
+        priced = cache(lambda of: matmul_s(of, hardware))
+        dots = (index for index, op in self._flow.live.items() if op.name == "dot_general")
+        return {index: priced(self._matmul(self._flow.ops[index])) for index in dots}
+
+    def _matmul(self, op: Op) -> Matmul:
         lhs, rhs = map(self._flow.aval, op.inputs)
         result = self._flow.avals[op.outputs[0]]
         numbers = op.params["dimension_numbers"]
-        found = matmul(numbers, lhs.shape, rhs.shape, lhs.dtype, rhs.dtype, result.dtype)
-        if found not in timed:
-            timed[found] = matmul_s(found, hardware)
-        return timed[found]
+        return matmul(numbers, lhs.shape, rhs.shape, lhs.dtype, rhs.dtype, result.dtype)
 
 
 def _collective_s(flow: Dataflow, collective: Collective, axis: Axis) -> float:
     """Seconds of a collective that no chain has."""
-    op = flow.ops[collective.op]
-    values = op.outputs if collective.kind == "all_gather" else op.inputs
-    moved_bytes = sum(flow.aval(value).size * flow.aval(value).dtype.itemsize for value in values)
+    (value,) = flow.ops[collective.op].outputs
+    full_bytes = flow.bytes_of(value) * (axis.size if collective.kind == "reduce_scatter" else 1)
     if collective.kind == "all_to_all":
-        return axis.all_to_all_s(axis.size * moved_bytes)
+        return axis.all_to_all_s(axis.size * full_bytes)
     return {
         "all_gather": axis.all_gather_s,
         "psum": axis.all_reduce_s,
         "reduce_scatter": axis.reduce_scatter_s,
-    }[collective.kind](moved_bytes)
+    }[collective.kind](full_bytes)

@@ -13,6 +13,7 @@ from passes.graph import Dataflow, dataflow
 from passes.invariance import Invariance
 from passes.reasons import Code, Reason
 from passes.scatter_match import find_scatter_chain
+from passes.scattered_first import scatter_of
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,7 +108,8 @@ def _psum_chains(
         elif not dims:
             detail = f"No dim of {shape} divides by {psum.axis_size}."
             outcomes.append((psum.op, Reason(Code.INDIVISIBLE, detail)))
-        scattered = _scattered(flow, psum)
+        after = scatter_of(flow, psum)
+        scattered = 1 if after is None else after.axis_size
         chains = []
         for dim in dims:
             collective = dataclasses.replace(psum, dim=dim)
@@ -131,16 +133,6 @@ def _psum_chains(
             if isinstance(gather, AllGatherDot) and _types_allow(flow, gather):
                 outcomes.append((op, dataclasses.replace(chain, gather=gather)))
     return outcomes
-
-
-def _scattered(flow: Dataflow, psum: Collective) -> int:
-    """Into how many parts a reduce_scatter that alone reads the sum cuts it; 1 where none does."""
-    (value,) = flow.ops[psum.op].outputs
-    readers = set(flow.users[value])
-    after = read_collective(flow, max(readers)) if len(readers) == 1 and min(readers) >= 0 else None
-    if after is None or after.kind != "reduce_scatter" or {*after.axes} & {*psum.axes}:
-        return 1
-    return after.axis_size
 
 
 def _types_allow(flow: Dataflow, gather: AllGatherDot) -> bool:

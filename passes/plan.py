@@ -394,7 +394,7 @@ class _Planner:
         undecided = Plan(flow, path, (), (), bodies, opaque)
 
         def decided(plan: Plan) -> Plan:
-            replicas = Invariance(plan.flow, alike.of(plan.flow))
+            replicas = invariance if plan.flow is flow else Invariance(plan.flow, alike.of(plan.flow))
             return self._decided(plan, same, replaceable, mapped, replicas, again)
 
         self.plans[key] = _scattering_first(undecided, decided) if replaceable else decided(undecided)

@@ -18,20 +18,28 @@ Pair = tuple[int, int]
 """The numbers of a sum and of the reduce_scatter that alone reads it."""
 
 
+def scatter_of(flow: Dataflow, total: Collective) -> Collective | None:
+    """The reduce_scatter, over other axes, that alone reads a sum; None where there is none."""
+    (value,) = flow.ops[total.op].outputs
+    readers = flow.users[value]
+    after = read_collective(flow, readers[0]) if len(readers) == 1 and readers[0] >= 0 else None
+    if after is None or after.kind != "reduce_scatter" or {*after.axes} & {*total.axes}:
+        return None
+    return after
+
+
 def sums_before_scatters(flow: Dataflow) -> tuple[Pair, ...]:
     """The sums and reduce_scatters, one directly after the other, that may change places."""
     found = []
     for index in flow.live:
-        scatter = _collective(flow, index, "reduce_scatter")
-        if scatter is None or not scatter.tiled:
+        total = read_collective(flow, index)
+        if total is None or total.kind != "psum" or not _among_all(flow, total):
             continue
-        before = next(flow.before(index), None)
-        total = None if before is None else _collective(flow, before, "psum")
-        if before is None or total is None or {*total.axes} & {*scatter.axes}:
+        scatter = scatter_of(flow, total)
+        if scatter is None or not scatter.tiled or not _among_all(flow, scatter):
             continue
-        (whole,), (between,) = flow.ops[before].inputs, flow.ops[before].outputs
-        if isinstance(whole, int) and flow.users[between] == (index,):
-            found.append((before, index))
+        if isinstance(flow.ops[index].inputs[0], int):
+            found.append((index, scatter.op))
     return tuple(found)
 
 
@@ -50,9 +58,6 @@ def scattered_first(flow: Dataflow, pairs: Iterable[Pair]) -> Dataflow:
     return dataclasses.replace(flow, ops=tuple(ops), avals=tuple(avals))
 
 
-def _collective(flow: Dataflow, index: int, kind: str) -> Collective | None:
-    """The operation as a collective of that kind among all devices of its axes, if a ring could be one."""
-    found = read_collective(flow, index)
-    if found is None or found.kind != kind or found.groups is not None or unsupported(flow, found):
-        return None
-    return found
+def _among_all(flow: Dataflow, collective: Collective) -> bool:
+    """Whether all devices of its axes take part, and a ring could stand in for it."""
+    return collective.groups is None and unsupported(flow, collective) is None
