@@ -164,6 +164,7 @@ def _cuts(
     # A group within one slice or host leaves the network between them alone.
     spread = {n for n, group in enumerate(groups) if len({places[d].domain for d in group}) > 1}
     apart = {n for n, group in enumerate(groups) if len({places[d].coords for d in group}) > 1}
+    repeats = _repeats(groups, places, shape, wraparound)
     found: list[_Cut] = []
     for (_, coords), inside in of_chip.items():
         links = _links(coords, shape, wraparound) if shape else 1
@@ -178,8 +179,9 @@ def _cuts(
         if crossing:
             found.append(cut(crossing, hosts=sum(crossing.values())))
         if shape:
-            chips = {coords: numbers for (of, coords), numbers in of_chip.items() if of == domain}
-            for boxed, links in _boxes(chips, _strides(groups, places, shape), shape, wraparound):
+            chips = {coords: [*numbers.elements()] for (of, coords), numbers in of_chip.items() if of == domain}
+            strides = _strides(groups, places, shape)
+            for boxed, links in _boxes(chips, strides, repeats, shape, wraparound):
                 hosts = sum(count for number, count in boxed.items() if number in spread)
                 found.append(cut(boxed, links=links, hosts=hosts))
     return tuple(dict.fromkeys(each for each in found if each.gathered))
@@ -192,41 +194,49 @@ def _links(coords: Coords, shape: tuple[int, ...], wraparound: tuple[bool, ...])
 
 
 def _boxes(
-    chips: Mapping[Coords, Counter[int]],
+    chips: Mapping[Coords, Sequence[int]],
     strides: Sequence[int],
+    repeats: Sequence[int],
     shape: tuple[int, ...],
     wraparound: tuple[bool, ...],
 ) -> Iterator[tuple[Counter[int], int]]:
     """Boxes of chips of one slice, as how many devices they have of each group, and the links into them.
 
     Half a slice only along one dimension.
+
+    Args:
+      chips: the group of each device of a chip.
+      strides, repeats: see `_strides` and `_repeats`: boxes that are the same again are left out.
+      shape, wraparound: of the slice.
     """
+    dims = list(zip(shape, wraparound, repeats, strict=True))
     spans = [
-        list(_spans(length, wraps, {1, 2, stride}))
-        for length, wraps, stride in zip(shape, wraparound, strides, strict=True)
+        list(_spans(length, wraps, {1, 2, stride}, repeat))
+        for (length, wraps, repeat), stride in zip(dims, strides, strict=True)
     ]
     everything = [(tuple(range(length)), 0) for length in shape]
     boxes = itertools.product(*([*some, whole] for some, whole in zip(spans, everything, strict=True)))
     halves = (
         (*everything[:dim], half, *everything[dim + 1 :])
-        for dim, (length, wraps) in enumerate(zip(shape, wraparound, strict=True))
-        for half in list(_spans(length, wraps, {length // 2}))[:: max(1, length // 16)]
+        for dim, (length, wraps, repeat) in enumerate(dims)
+        for half in _spans(length, wraps, {length // 2}, repeat, step=max(1, length // 16))
     )
     for box in itertools.chain(boxes, halves):
         volume = math.prod(len(values) for values, _ in box)
         links = sum(sides * volume // len(values) for values, sides in box)
-        inside: Counter[int] = Counter()
-        for coords in itertools.product(*(values for values, _ in box)):
-            if coords in chips:
-                inside.update(chips[coords])
+        held = (chips.get(coords, ()) for coords in itertools.product(*(values for values, _ in box)))
+        inside = Counter(itertools.chain.from_iterable(held))
         if inside and links:
             yield inside, links
 
 
-def _spans(length: int, wraps: bool, counts: set[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+def _spans(
+    length: int, wraps: bool, counts: set[int], repeat: int, *, step: int = 1
+) -> Iterator[tuple[tuple[int, ...], int]]:
     """Runs of so many chips along a dimension, not all of them, each with its number of links inwards."""
     for count in sorted(counts & set(range(1, length))):
-        for start in range(length if wraps else length - count + 1):
+        starts = range(0, length if wraps else length - count + 1, step)
+        for start in sorted({start % repeat for start in starts}):
             values = tuple((start + i) % length for i in range(count))
             yield values, 2 if wraps else (start > 0) + (start + count < length)
 
@@ -243,6 +253,33 @@ def _strides(
             stride = max([stride, *(b - a for a, b in itertools.pairwise(values))])
         strides.append(stride)
     return strides
+
+
+def _repeats(
+    groups: tuple[tuple[int, ...], ...],
+    places: tuple[Place, ...],
+    shape: tuple[int, ...],
+    wraparound: tuple[bool, ...],
+) -> list[int]:
+    """Per dimension, the least number of chips by which all groups can move along and be the same groups.
+
+    Its length where it does not wrap around, or nothing less will do.
+    """
+    here = [[(places[device].domain, places[device].coords) for device in group] for group in groups]
+
+    def moved(dim: int, by: int) -> list[list[tuple[int, Coords]]]:
+        length = shape[dim]
+        return sorted(
+            sorted((domain, (*at[:dim], (at[dim] + by) % length, *at[dim + 1 :])) for domain, at in group)
+            for group in here
+        )
+
+    return [
+        next(by for by in range(1, length + 1) if length % by == 0 and moved(dim, by) == moved(dim, 0))
+        if wraps
+        else length
+        for dim, (length, wraps) in enumerate(zip(shape, wraparound, strict=True))
+    ]
 
 
 def _latency_s(group: tuple[int, ...], topology: Topology) -> float:
