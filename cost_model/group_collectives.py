@@ -179,7 +179,9 @@ def _cuts(
         if crossing:
             found.append(cut(crossing, hosts=sum(crossing.values())))
         if shape:
-            chips = {coords: [*numbers.elements()] for (of, coords), numbers in of_chip.items() if of == domain}
+            chips = {
+                coords: [*numbers.elements()] for (of, coords), numbers in of_chip.items() if of == domain
+            }
             strides = _strides(groups, places, shape)
             for boxed, links in _boxes(chips, strides, repeats, shape, wraparound):
                 hosts = sum(count for number, count in boxed.items() if number in spread)

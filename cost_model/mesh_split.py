@@ -9,16 +9,17 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 from cost_model.axis import Axis
 from cost_model.dtypes import dtype_bytes
+from cost_model.form import Form
 from cost_model.hardware import Hardware
 from cost_model.layer import AxisName, Split, backward, forward, reduction
 from cost_model.layer_time import PassTime, pass_time
-from cost_model.plain_chain import PlainChain, best
+from cost_model.plain_chain import PlainChain, best, forms
 from cost_model.ring import Estimate
 from cost_model.strategies import Model
 from cost_model.topology import Topology
@@ -120,6 +121,9 @@ def best_splits(
     microbatches: Sequence[int] = (1,),
     memory_bytes: float = math.inf,
     goal: Goal = "overlapped",
+    among: Callable[[PlainChain, Axis], tuple[Form, ...]] = forms,
+    starts_implied: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> tuple[StepTime, ...]:
     """All splits of a model over a slice, the best layout of each, the fastest first.
 
@@ -132,23 +136,29 @@ def best_splits(
       microbatches: numbers to try where there is a pipeline.
       memory_bytes: what the weights and the optimizer's state of a device may take at most.
       goal: what is to be short; of equal steps the one that communicates less.
+      among: the forms with which a chain's rings are priced.
+      starts_implied: see `PlainChain`.
+      progress: told after each layout how many are done, and how many there are.
 
     Returns:
       one `StepTime` per split that the model allows.
 
     Raises:
       ValueError: no split fits; the message says why the last one does not. Or an axis or the goal is
-        unknown, or the slice has no devices.
+        unknown, or the slice has no devices, or there is no slice.
     """
     _check_goal(goal)
     if not shape or min(shape) < 1:
         raise ValueError(f"a slice has at least 1 chip along each dimension, got {tuple(shape)}")
+    if pods < 1:
+        raise ValueError(f"there is at least 1 pod, got {pods!r}")
     if unknown := [axis for axis in axes if axis not in IN_SLICE]:
         raise ValueError(f"unknown mesh axis {unknown[0]!r}; known: {', '.join(IN_SLICE)}")
-    slice_of = _Slice(hardware, tuple(shape), pods)
+    slice_of = _Slice(hardware, tuple(shape), pods, among, starts_implied)
     found: dict[Split, StepTime] = {}
     misfit = ""
-    for layout in layouts(slice_of.shape, hardware, axes):
+    every = tuple(layouts(slice_of.shape, hardware, axes))
+    for number, layout in enumerate(every, 1):
         sizes = {axis: layout.size(axis) for axis in IN_SLICE}
         for count in microbatches if sizes["pipeline"] > 1 else (1,):
             split = Split(pods=pods, microbatches=count, **sizes)
@@ -161,6 +171,8 @@ def best_splits(
             step = slice_of.step(model, split, layout)
             if split not in found or _rank(step, goal) < _rank(found[split], goal):
                 found[split] = step
+        if progress is not None:
+            progress(number, len(every))
     if not found:
         tried = f"last tried {misfit}" if misfit else f"its devices cannot be divided over {tuple(axes)}"
         raise ValueError(f"the model fits no split of {pods} × {'x'.join(map(str, shape))}; {tried}")
@@ -193,9 +205,12 @@ def axis_on(layout: Layout, axis: AxisName, hardware: Hardware) -> Axis:
 
 
 def _dims(layout: Layout, axis: AxisName) -> Dims:
-    """What an axis has of each dimension: chips along it (0 within a chip), length, its part, its stride."""
+    """What an axis has of each dimension: chips along it (0 within a chip), length, its part, its stride.
+
+    In one order, whichever dimensions they are: the links are the same.
+    """
     number = IN_SLICE.index(axis)
-    return tuple(
+    found = (
         (
             length if dim < len(layout.shape) else 0,
             math.prod(parts),
@@ -205,17 +220,29 @@ def _dims(layout: Layout, axis: AxisName) -> Dims:
         for dim, (length, parts) in enumerate(zip((*layout.shape, 0), layout.parts, strict=False))
         if parts[number] > 1
     )
+    return tuple(sorted(found, reverse=True))
 
 
 class _Slice:
     """Prices steps on one kind of slice, each chain on each axis once."""
 
-    def __init__(self, hardware: Hardware, shape: tuple[int, ...], pods: int) -> None:
+    def __init__(
+        self,
+        hardware: Hardware,
+        shape: tuple[int, ...],
+        pods: int,
+        among: Callable[[PlainChain, Axis], tuple[Form, ...]],
+        starts_implied: bool,
+    ) -> None:
         if hardware.network == "switch":
             shape = (math.prod(shape),)
+        if math.prod(shape) == hardware.synchronous_chips:
+            hardware = replace(hardware, overlaps=False)
         self.hardware = hardware
         self.shape = shape
         self.pods = pod_axis(hardware, pods)
+        self.among = among
+        self.starts_implied = starts_implied
         self._rings: dict[tuple[PlainChain, AxisName | Dims], tuple[str, Estimate]] = {}
 
     def step(self, model: Model, split: Split, layout: Layout) -> StepTime:
@@ -226,7 +253,8 @@ class _Slice:
             # Two axes are compared by what they have of the slice: to compare their links takes long.
             key = chain, axis if axis == "pods" else _dims(layout, axis)
             if key not in self._rings:
-                form, priced = best(chain, axes[axis])
+                started = replace(chain, starts_implied=self.starts_implied)
+                form, priced = best(started, axes[axis], self.among(started, axes[axis]))
                 self._rings[key] = str(form), priced
             return self._rings[key]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import overlap
-from overlap import ab_command, calibrate_command, demo, inspect_command, plan_command
+from overlap import ab_command, calibrate_command, demo, inspect_command, plan_command, split_command
 
 CLOSED: Final = 141
 """The exit status where nobody reads the output any more: a shell's of a program that SIGPIPE ended."""
@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     inspect_command.add_commands(commands)
     calibrate_command.add_commands(commands)
     plan_command.add_commands(commands)
+    split_command.add_commands(commands)
     arguments = parser.parse_args(argv)
     if "run" not in arguments:
         parser.print_help()

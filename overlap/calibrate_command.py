@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any, Final
 
 from cost_model.calibration import Calibration
-from overlap.calibration import Progress, calibrate
+from overlap.calibration import calibrate
 from overlap.output_file import check_writable
 from overlap.plain_text import PIPE_COLUMNS, columns, wrapped
+from overlap.progress_bar import progress_bar
 from overlap.units import digits, duration, percent
 
 FAILED: Final = 2
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         main = jax.process_index() == 0
         if main and arguments.out is not None:
             check_writable(arguments.out)
-        with _progress(main) as progress:
+        with progress_bar("measuring") if main else nullcontext() as progress:
             found = calibrate(mesh_shape=mesh_shape, quick=arguments.quick, progress=progress)
         if main and arguments.out is not None:
             found.write(arguments.out)
@@ -141,24 +141,3 @@ def _join(arguments: argparse.Namespace) -> None:
         jax.distributed.initialize()
     else:
         jax.distributed.initialize(named[0], named[1], named[2])
-
-
-@contextmanager
-def _progress(main: bool) -> Iterator[Progress | None]:
-    """A bar on stderr, if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not (main and console.is_terminal):
-        yield None
-        return
-    columns = (
-        TextColumn("measuring"),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f} %"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("measuring", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

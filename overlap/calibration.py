@@ -18,11 +18,9 @@ from cost_model import Hardware, Matmul, Topology, matmul_s
 from cost_model.calibration import AxisMeasured, Calibration, base_hardware, measured_hardware
 from cost_model.fitting import HopFit, Timing, fit_hop, fit_matmuls, hidden, slope
 from overlap.calibrate_programs import STEPS, MeshPrograms, Programs, Run
+from overlap.progress_bar import Progress
 
 Clock = Callable[[], float]
-Progress = Callable[[int, int], None]
-"""Is told how many of how many timed runs are done."""
-
 Key = TypeVar("Key", bound=Hashable)
 
 OVERLAPPING: Final = 0.5

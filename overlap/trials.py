@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 
 from cost_model import Hardware
 from overlap import autotune, trial_target, verify
 from overlap.processes import agreed
+from overlap.progress_bar import progress_bar
 from overlap.schedule_cache import ScheduleCache, default_directory
 from overlap.trial_target import Target
 from overlap.trial_times import Times, choose
@@ -19,9 +20,6 @@ from passes import Choice, Excerpt, Trial, shims
 from passes.graph import COLLECTIVES, equations
 
 logger = logging.getLogger("overlap")
-
-COUNTS_WIDTH: Final = 44
-"""Characters of a progress bar's line beside its description."""
 
 HardwareOf = Callable[[str | None], Hardware | None]
 
@@ -114,8 +112,14 @@ class Trials:
             take = autotune.measured_times if policy == "autotune" else verify.modelled_times
             where = place(jaxpr)
             what = "the program of" if program.whole else "rings for"
-            with progress(f"compiling {what} {where}", 1 + len(choices)) as done:
-                times = agreed(take(program, choices, target, done), choices, target)
+            count, total = itertools.count(), 1 + len(choices)
+            with progress_bar(f"compiling {what} {where}") as progress:
+
+                def one_more() -> None:
+                    progress(next(count), total)
+
+                one_more()
+                times = agreed(take(program, choices, target, one_more), choices, target)
             logger.debug("%s of %s: %s", policy, where, times)
             if times is not None and times.lasting:
                 conditions = {
@@ -135,35 +139,6 @@ def place(jaxpr: Any) -> str:
             line = shims.source_line(eqn)
             return f"{eqn.primitive.name} at {line}" if line != shims.UNKNOWN else eqn.primitive.name
     return "a chain"
-
-
-@contextlib.contextmanager
-def progress(description: str, total: int) -> Iterator[Callable[[], None]]:
-    """A progress bar on a terminal's standard error, gone when it is done; elsewhere nothing.
-
-    Yields:
-      What to call when one more of ``total`` is done.
-    """
-    from rich.console import Console
-
-    console = Console(stderr=True, force_jupyter=False)
-    if not console.is_terminal:
-        yield lambda: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-    from rich.table import Column
-
-    # A long path gives way, not what tells how far it is.
-    width = max(console.width - COUNTS_WIDTH, 1)
-    columns = (
-        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, max_width=width)),
-        BarColumn(bar_width=20),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(description, total=total)
-        yield lambda: bar.advance(task)
 
 
 def trials_for(policy: Any, hardware_of: HardwareOf, options: Mapping[str, Any]) -> Trials | None:

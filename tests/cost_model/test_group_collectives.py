@@ -3,7 +3,9 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -198,6 +200,47 @@ def test_a_pods_cuts_are_found_once_however_fast_its_links_are(monkeypatch: pyte
     monkeypatch.setattr(group_collectives, "_boxes", None)
     after_s = all_gather_s(1e9, groups, Topology.torus((4, 4), faster))
     assert after_s == pytest.approx(before_s / 2)
+
+
+@pytest.mark.parametrize("wraps", [True, False], ids=["torus", "line in x"])
+@pytest.mark.parametrize("cores", [1, 2])
+@pytest.mark.parametrize("axis", range(3))
+def test_boxes_that_are_the_same_again_change_nothing(
+    axis: int, cores: int, wraps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = (8, 6, 3)
+    topology = Topology.torus(shape, _V5P, cores=cores, wraparound=(wraps, True, True))
+    mesh = np.arange(topology.size).reshape(4, 12, -1)
+    groups = np.moveaxis(mesh, axis, -1).reshape(-1, mesh.shape[axis]).tolist()
+
+    def figures() -> list[float]:
+        group_collectives._network.cache_clear()
+        group_collectives._cuts.cache_clear()
+        return [collective(1e9, groups, topology) for collective in _COLLECTIVES]
+
+    found = figures()
+    asked = []
+
+    def none_is(*_: Any) -> list[int]:
+        asked.append(shape)
+        return list(shape)
+
+    monkeypatch.setattr(group_collectives, "_repeats", none_is)
+    assert figures() == pytest.approx(found, rel=1e-12)
+    assert asked
+
+
+def test_groups_repeat_along_a_dimension_that_wraps_around() -> None:
+    def repeats(groups: Groups, topology: Topology) -> list[int]:
+        return group_collectives._repeats(groups, topology.places, topology.shape, topology.wraparound)
+
+    torus = Topology.torus((8, 4), _V5P, wraparound=(True, True))
+    assert repeats(along((8, 4), (0,)), torus) == [1, 1]
+    quarters = tuple(tuple(range(start, start + 8)) for start in range(0, 32, 8))  # two rows of chips each
+    assert repeats(quarters, torus) == [2, 1]
+    assert repeats(((0, 1, 2),), torus) == [8, 4]
+    line = Topology.torus((8, 4), _V5P, wraparound=(False, True))
+    assert repeats(along((8, 4), (0,)), line) == [8, 1]
 
 
 @given(st.permutations(range(16)), st.sampled_from([2, 4, 8, 16]), st.sampled_from([(4, 4), (2, 8), (16,)]))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cost_model import by_name
 from cost_model.axis import Axis
+from cost_model.form import Form
 from cost_model.layer import Pass, Split, backward, forward, reduction
 from cost_model.layer_time import pass_time
 from cost_model.mesh_split import (
@@ -20,6 +22,7 @@ from cost_model.mesh_split import (
     pod_axis,
     state_bytes,
 )
+from cost_model.plain_chain import PlainChain, forms
 from cost_model.strategies import (
     STRATEGIES,
     Model,
@@ -269,6 +272,37 @@ class TestTheSplit:
         assert [s.step_s() for s in steps] == sorted(s.step_s() for s in steps)
         for step in steps:
             assert step.step_s("ideal") <= step.step_s("overlapped") <= step.step_s("plain")
+
+    def test_it_tells_how_far_it_is_and_prices_the_forms_it_is_told(self) -> None:
+        told: list[tuple[int, int]] = []
+        one = (Form(),)
+        steps = best_splits(
+            MLP, V5P, (4, 4), among=lambda *_: one, progress=lambda done, total: told.append((done, total))
+        )
+        assert told == [(number, len(told)) for number in range(1, len(told) + 1)]
+        passes = [each for step in steps for each in (step.forward, step.backward)]
+        assert {move.ring for each in passes for move in each.moves} == {"", str(one[0])}
+
+    def test_the_compiler_s_place_of_the_starts_is_told_to_the_prices(self) -> None:
+        seen = set()
+
+        def among(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
+            seen.add(chain.starts_implied)
+            return forms(chain, axis)
+
+        best_splits(MLP, V5P, (4,), among=among, starts_implied=True)
+        assert seen == {True}
+
+    def test_on_a_slice_that_overlaps_nothing_hops_are_not_hidden(self) -> None:
+        """As on a whole pod of v5e, though each axis has but a part of it."""
+        v5e = by_name("tpu_v5e")
+        assert v5e.synchronous_chips == 256
+        able = replace(v5e, synchronous_chips=0)
+        pod, other = (
+            {s.split: s.step_s() for s in best_splits(MLP, hardware, (16, 16))} for hardware in (v5e, able)
+        )
+        assert all(pod[split] >= other[split] for split in other)
+        assert max(pod[split] / other[split] for split in other) > 1.1
 
     def test_memory_rules_out_copies_of_all_weights(self) -> None:
         model = Model(layers=48, d_model=D, d_ff=F, tokens=2**20)

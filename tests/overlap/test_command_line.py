@@ -52,5 +52,5 @@ def test_an_unknown_command_is_told_those_that_there_are(capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         __main__.main(["compile"])
     said = capsys.readouterr().err
-    assert all(name in said for name in ("demo", "ab", "inspect", "calibrate", "plan"))
+    assert all(name in said for name in ("demo", "ab", "inspect", "calibrate", "plan", "split"))
     assert "tpu" not in said

@@ -23,8 +23,8 @@ import pytest
 from jax import lax
 
 from overlap import overlap_collectives, tpu_target
+from overlap.progress_bar import progress_bar
 from overlap.schedule_cache import VARIABLE
-from overlap.trials import progress
 from tests.libtpu import needs_libtpu
 from tests.overlap.mlp import check, hops, mesh_of, mlp, reference
 from tests.overlap.test_compile_only import ROOT
@@ -302,8 +302,8 @@ def test_a_long_path_leaves_the_counts_of_a_bar_whole(monkeypatch: pytest.Monkey
     monkeypatch.setenv("COLUMNS", str(columns))
     errors = Terminal(True)
     monkeypatch.setattr(sys, "stderr", errors)
-    with progress(f"compiling rings for all_gather at {'/a/long/path' * 20}:1", 12) as done:
-        done()
+    with progress_bar(f"compiling rings for all_gather at {'/a/long/path' * 20}:1") as progress:
+        progress(1, 12)
     assert "1/12" in errors.getvalue()
     assert "0:00:00" in errors.getvalue()
     assert "compiling rings" in errors.getvalue()
@@ -314,9 +314,9 @@ def test_progress_counts_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
     errors = Terminal(True)
     monkeypatch.setattr(sys, "stderr", errors)
-    with progress("compiling [red]rings", 3) as done:
-        done()
-        done()
+    with progress_bar("compiling [red]rings") as progress:
+        progress(1, 3)
+        progress(2, 3)
     assert "compiling [red]rings" in errors.getvalue()
     assert "2/3" in errors.getvalue()
 
