@@ -7,8 +7,9 @@ from typing import Final
 
 from cost_model.axis import Axis
 from cost_model.matmul import Matmul
-from cost_model.on_chip import side_bytes
+from cost_model.on_chip import Side, side_bytes
 from cost_model.ring import SHARDS_HELD, Estimate, estimate
+from cost_model.ring_on_chip import late_s
 from cost_model.ring_work import RingWork, begins_at_tiles, cut_side
 from cost_model.tile import LANES
 
@@ -28,6 +29,15 @@ GATHERED_WIDE: Final = 1.4
 FEW_CHUNKS: Final = 4
 """Columns of a result that are chunks up to this number of which blocks that begin within a tile may be
 read on chip."""
+
+LOOPED: Final = 16
+"""Devices from which on nothing is on chip before the dots of more than two chunks, which run in a loop, if a
+step has one of them: three psums (v5e, v5p) took 3 to 4 times as long as if it were; none of eight devices
+did, nor two of two dots a step."""
+
+ROUNDING: Final = 3.3
+"""Times as long as reading and writing them takes rounding operands of float32 before a loop of chunks; else
+dots of the default precision do so by themselves (v5e 2.7, v6e 3.2, v5p 4.1)."""
 
 SUM_ON_CHIP: Final = 0.6
 """How much of what fits on chip a whole sum may be, where partial sums stay there at all (v6e: 53 MB)."""
@@ -84,8 +94,9 @@ def pipeline_estimate(
     since the first scatter has no gather beside it and the last gather no scatter. The links carry the hops
     of both, after the first products F of a chunk, which nothing hides; products come after what is placed
     beside them. The columns of an operand that a chunk takes are on chip while it lasts, if all of it fits
-    there. Where hops and dots take turns, all of it adds up. R is reading and writing the operand whose rows
-    are cut into chunks, which the compiler copies for each of more than two if it is not on chip.
+    there; the first dots of the first chunk find it in main memory (`LATE`). Where hops and dots take turns,
+    all of it adds up. R is reading and writing the operand whose rows are cut into chunks, which the compiler
+    copies for each of more than two if it is not on chip.
 
     Args:
       work: of the scatter rings of all chunks, which are its columns.
@@ -97,7 +108,9 @@ def pipeline_estimate(
     hardware, chunks = axis.hardware, work.columns
     as_written = estimate(work, axis)
     many = chunks > FEW_CHUNKS or hardware.between_tiles > 1
-    if across and hardware.cuts_on_chip and many and not begins_at_tiles(work, axis.size):
+    between = many and not begins_at_tiles(work, axis.size)
+    looped = chunks > 2 and work.pieces == 1 and axis.size >= LOOPED
+    if across and hardware.cuts_on_chip and (between or looped):
         # As on hardware that keeps nothing on chip; what there is before the rewrite stays as it is. The
         # compilers were seen to read both operands from main memory, though they fit on chip: that of v6e of
         # 104 rows (2.4 to 2.6 times as long as else), that of v5e of 84 in 8 chunks (2.4), not in 2 or 4.
@@ -121,14 +134,17 @@ def pipeline_estimate(
     else:
         middle_s = later.overlapped_s + gather_s + copy_s
     middle_s += _cutting_s(work, axis) if chunks > 2 and not across else 0.0
+    before_s = _late_s(chunk, work, axis) if across else 0.0
+    before_s += _rounding_s(work, axis) if chunks > 2 else 0.0
     latency_s, _ = _gather_s(work, 0, axis, across=across)
     return Estimate(
         dot_s=as_written.dot_s,
         collective_s=as_written.collective_s + gather_after(gathered_bytes, element_bytes, axis).collective_s,
-        partials_s=whole.partials_s + chunks * copy_s,
+        partials_s=before_s + whole.partials_s + chunks * copy_s,
         hops_s=whole.hops_s + chunks * gather_s,
         hop_latency_s=whole.hop_latency_s + chunks * latency_s,
-        overlapped_s=first.overlapped_s
+        overlapped_s=before_s
+        + first.overlapped_s
         + (chunks - 1) * middle_s
         + last_gather_s(work, gathered_bytes, axis, across=across),
         added_bytes=_buffers_bytes(work, axis, across=across) - gathered_bytes,
@@ -152,6 +168,37 @@ def _strips(work: RingWork, axis: Axis) -> tuple[Matmul, ...]:
         return dataclasses.replace(whole, **{dim: size}) if fetched else whole
 
     return tuple(part(piece, whole) for piece, whole in work.pairs)
+
+
+def _late_s(chunk: RingWork, work: RingWork, axis: Axis) -> float:
+    """By how much the first chunk's dots take longer while what chunks take columns of is being fetched.
+
+    Blocks that are cut out before their dots keep it from being fetched before all of them have run.
+    """
+    dots = axis.size * work.dots
+    total_s = 0.0
+    for piece, strip, whole in zip(chunk.piece, chunk.matmuls, work.matmuls, strict=True):
+        if strip != whole:
+            side: Side = "lhs" if strip.m < whole.m else "rhs"
+            total_s += late_s(
+                piece,
+                side,
+                side_bytes(whole, side),
+                dots,
+                axis.hardware,
+                waited_bytes=side_bytes(strip, side),
+                at_last=work.cut != "dot",
+            )
+    return total_s
+
+
+def _rounding_s(work: RingWork, axis: Axis) -> float:
+    """Seconds of rounding operands of float32 before a loop of chunks."""
+    hardware = axis.hardware
+    if hardware.network != "torus":
+        return 0.0
+    wide = (whole for whole in work.matmuls if whole.dtype == "float32")
+    return sum(ROUNDING * 1.5 * (of.lhs_bytes + of.rhs_bytes) / hardware.hbm_bytes_per_s for of in wide)
 
 
 def _buffers_bytes(work: RingWork, axis: Axis, *, across: bool) -> float:

@@ -19,9 +19,9 @@ from cost_model.axis import Axis
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
-from cost_model.on_chip import Whole, side_bytes, wholes
+from cost_model.on_chip import Side, Whole, side_bytes, wholes
 from cost_model.ring_copies import adding_s, copies_s, cutting_s, entering_s
-from cost_model.ring_on_chip import OnChip, on_chip, sum_near, sums_stay
+from cost_model.ring_on_chip import OnChip, late_s, on_chip, sum_near, sums_stay
 from cost_model.ring_work import RingWork, cut_side, few_rows_between_tiles, sent_side
 from cost_model.tile import placed_slowness
 
@@ -152,6 +152,8 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
         overlapped_s -= step_s + dots_s - halved_s
 
     waited_s = _waited_s(work, placed, hardware, fetched=fetched, spare_s=step_s - add_s - partial_s)
+    if not fetched:
+        waited_s += _late_s(work, placed, axis)
     dot_s, collective_s = _as_written_s(work, axis)
     latency_s = work.chains * axis.step_s(0, work.directions, work.rings, walks=work.walks)
     if not hops:  # one device has nothing to wait for
@@ -241,6 +243,20 @@ def _waited_s(work: RingWork, placed: OnChip, hardware: Hardware, *, fetched: bo
     grown = zip(work.matmuls, placed.results, strict=True)
     waited_s += sum(whole.result_bytes for whole, grows in grown if grows) / hardware.hbm_bytes_per_s
     return waited_s
+
+
+def _late_s(work: RingWork, placed: OnChip, axis: Axis) -> float:
+    """By how much a scatter's dots take longer while an operand of which each takes a strip is fetched."""
+    if work.collective != "reduce_scatter" or not placed.awaited_bytes:
+        return 0.0
+    dots, total_s = axis.size * work.dots, 0.0
+    for (piece, whole), near in zip(work.pairs, placed.near, strict=True):
+        if piece.m < whole.m and piece.n < whole.n:
+            side: Side = "rhs" if piece.m / whole.m <= piece.n / whole.n else "lhs"
+            if near[side == "rhs"]:
+                held_bytes = side_bytes(whole, side)
+                total_s += late_s(piece, side, held_bytes, dots, axis.hardware, waited_bytes=held_bytes)
+    return total_s
 
 
 def _as_written_s(work: RingWork, axis: Axis) -> tuple[float, float]:

@@ -6,6 +6,7 @@ differ.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -17,6 +18,11 @@ from cost_model.ring_work import NOTHING_BEFORE, RingWork, cut_side, sent_side
 
 FETCHED_SUM: Final = 1 / 3
 """Share of the room on chip that a partial sum may take to be fetched beside the dots of another."""
+
+LATE: Final = {False: 3.5, True: 1.8}
+"""Times as long as fetching it takes until dots find on chip an operand of which they read strips: where
+shards arrive in main memory, and where on chip. Compilers keep no program waiting for it (of 22 compiled
+psums: v5p 1.9 to 8, v5e and v6e 1.5 to 2.4)."""
 
 Near = tuple[bool, bool]
 """Whether the left and the right operand are on chip before a dot starts."""
@@ -106,6 +112,35 @@ def _arrives_in_time(work: RingWork, held_bytes: float, hardware: Hardware) -> b
         return False
     pieces = (matmul_s(piece, hardware, lhs_on_chip=True, rhs_on_chip=True) for piece in work.piece)
     return held_bytes / hardware.hbm_bytes_per_s <= work.dots * sum(pieces)
+
+
+def late_s(
+    piece: Matmul,
+    side: Side,
+    fetched_bytes: float,
+    dots: int,
+    hardware: Hardware,
+    *,
+    waited_bytes: float,
+    at_last: bool = False,
+) -> float:
+    """Seconds by which dots take longer while an operand of which each reads a strip is being fetched.
+
+    Args:
+      piece: one of the dots.
+      side: that operand.
+      fetched_bytes: of all of it.
+      dots: how many there are.
+      hardware: where they run.
+      waited_bytes: for which the first of them is taken to wait, instead.
+      at_last: whether it is fetched only once they all have run.
+    """
+    near_s = matmul_s(piece, hardware, lhs_on_chip=True, rhs_on_chip=True)
+    far_s = matmul_s(piece, hardware, lhs_on_chip=side == "rhs", rhs_on_chip=side == "lhs")
+    fetch_s = fetched_bytes / hardware.hbm_bytes_per_s
+    far = math.ceil(LATE[hardware.receives_on_chip] * fetch_s / far_s)
+    late = (dots if at_last else min(far, dots)) * (far_s - near_s)
+    return max(0.0, late - waited_bytes / hardware.hbm_bytes_per_s)
 
 
 def _comes_whole(work: RingWork, hardware: Hardware) -> bool:

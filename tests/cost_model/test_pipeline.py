@@ -7,11 +7,12 @@ from fractions import Fraction
 
 import pytest
 
-from cost_model import Axis, by_name
+from cost_model import Axis, Directions, Hardware, Matmul, by_name, matmul_s
 from cost_model.form import Form
-from cost_model.pipeline import PLACING, gather_after, last_gather_s, pipeline_estimate
+from cost_model.pipeline import LOOPED, PLACING, ROUNDING, gather_after, last_gather_s, pipeline_estimate
 from cost_model.plain_chain import PlainChain, chain_of, forms, price, works
 from cost_model.ring import estimate
+from cost_model.ring_on_chip import LATE, late_s
 from cost_model.ring_work import RingWork
 
 V5P = by_name("tpu_v5p")
@@ -28,6 +29,14 @@ def of_strips(work: RingWork) -> RingWork:
     """The same rings, each chunk of which has a strip of the right operand to itself."""
     (piece,), (whole,) = work.piece, work.matmuls
     return dataclasses.replace(work, matmuls=(dataclasses.replace(whole, n=piece.n),))
+
+
+def late_by(work: RingWork, axis: Axis) -> float:
+    """What the first chunk's dots take longer while the right operand is fetched."""
+    (piece,), (whole,) = work.piece, work.matmuls
+    strip_bytes = dataclasses.replace(whole, n=piece.n).rhs_bytes
+    dots = axis.size * work.dots
+    return late_s(piece, "rhs", whole.rhs_bytes, dots, axis.hardware, waited_bytes=strip_bytes)
 
 
 @pytest.mark.parametrize("columns", [2, 4, 8])
@@ -74,7 +83,8 @@ def test_where_hops_and_dots_take_turns_all_adds_up() -> None:
     (work,) = works(chain, form, axis)
     priced = pipeline_estimate(work, V_BYTES, 2, axis, across=True)
     gather_s = 4 * last_gather_s(work, V_BYTES, axis, across=True)
-    assert priced.overlapped_s == pytest.approx(estimate(of_strips(work), axis).overlapped_s + gather_s)
+    rings_s = estimate(of_strips(work), axis).overlapped_s + late_by(work, axis)
+    assert priced.overlapped_s == pytest.approx(rings_s + gather_s)
 
 
 def test_the_strip_of_an_operand_that_a_chunk_takes_is_on_chip_if_the_whole_fits() -> None:
@@ -82,7 +92,7 @@ def test_the_strip_of_an_operand_that_a_chunk_takes_is_on_chip_if_the_whole_fits
     # [8192, 2048] by [2048, 8192]: 32 MiB of the right operand.
     chain, form = chunks(8)
     (work,) = works(chain, form, RING)
-    near_s = estimate(of_strips(work), RING).partials_s
+    near_s = estimate(of_strips(work), RING).partials_s + late_by(work, RING)
     assert price(chain, form, RING).partials_s == pytest.approx(near_s + placed_s)
     # [8192, 16384] by [16384, 8192]: 256 MiB, of which each chunk takes 32.
     chain, form = chunks(8, k=16384)
@@ -190,3 +200,66 @@ def test_where_no_dot_reads_a_part_of_what_is_on_chip_a_strip_is_not_fetched() -
     placed_s = PLACING[V5P.keeps_sums] * 2 * V_BYTES / V5P.hbm_bytes_per_s
     expected_s = estimate(work, axis).partials_s + placed_s
     assert price(chain, form, axis).partials_s == pytest.approx(expected_s)
+
+
+V5E = by_name("tpu_v5e")
+
+
+@pytest.mark.parametrize("hardware", [V5E, V5P], ids=str)
+def test_dots_read_main_memory_until_what_they_read_strips_of_is_fetched(hardware: Hardware) -> None:
+    piece, whole_bytes = Matmul(m=32, k=4096, n=1024, dtype="bfloat16"), 4096 * 4096 * 2
+    near_s = matmul_s(piece, hardware, lhs_on_chip=True, rhs_on_chip=True)
+    far_s = matmul_s(piece, hardware, lhs_on_chip=True)
+    fetch_s = whole_bytes / hardware.hbm_bytes_per_s
+    found_s = late_s(piece, "rhs", whole_bytes, 16, hardware, waited_bytes=0)
+    far = round(found_s / (far_s - near_s))
+    assert found_s == pytest.approx(far * (far_s - near_s))
+    until_s = LATE[hardware.receives_on_chip] * fetch_s
+    assert (far - 1) * far_s < until_s <= far * far_s
+    # No more dots than there are; all of them, if it is fetched last; nothing if they waited for longer.
+    assert late_s(piece, "rhs", 100 * whole_bytes, 3, hardware, waited_bytes=0) == pytest.approx(
+        3 * (far_s - near_s)
+    )
+    assert late_s(piece, "rhs", whole_bytes, 16, hardware, waited_bytes=0, at_last=True) == pytest.approx(
+        16 * (far_s - near_s)
+    )
+    assert late_s(piece, "rhs", whole_bytes, 16, hardware, waited_bytes=1e12) == 0.0
+
+
+def test_large_dots_are_little_later_for_it() -> None:
+    """They take as long as their products, wherever their operands are."""
+    axis = Axis(V5E, 8)
+    few, many = (
+        price(chain_of("dot_psum", rows, 4096, 4096), Form(directions=2, columns=2, across=True), axis)
+        for rows in (128, 16384)
+    )
+    plain = [price(chain_of("dot_psum", rows, 4096, 4096), Form(directions=2), axis) for rows in (128, 16384)]
+    assert few.partials_s > 1.3 * plain[0].partials_s
+    assert many.partials_s < 1.1 * plain[1].partials_s
+
+
+def test_a_loop_of_many_single_dots_has_nothing_on_chip() -> None:
+    def partials_s(size: int, columns: int, directions: Directions) -> float:
+        form = Form(directions=directions, columns=columns, across=True)
+        return price(chain_of("dot_psum", 32 * size, 4096, 4096), form, Axis(V5E, size)).partials_s
+
+    # Twice as many devices and rows: twice as many dots of the same shape.
+    assert partials_s(LOOPED, 4, 1) > 2.5 * partials_s(LOOPED // 2, 4, 1)
+    assert partials_s(LOOPED, 2, 1) < 2.2 * partials_s(LOOPED // 2, 2, 1)
+    assert partials_s(LOOPED, 4, 2) < 2.2 * partials_s(LOOPED // 2, 4, 2)
+
+
+@pytest.mark.parametrize("across", [True, False])
+def test_operands_of_float32_are_rounded_before_a_loop_of_chunks(across: bool) -> None:
+    def partials_s(columns: int) -> float:
+        form = Form(directions=2, columns=columns, across=across)
+        return price(chain_of("dot_psum", 65536, 512, 1024, dtype="float32"), form, axis).partials_s
+
+    axis = Axis(V5E, 8)
+    operands_bytes = 4 * (65536 * 512 + 512 * 1024)
+    rounding_s = ROUNDING * 1.5 * operands_bytes / V5E.hbm_bytes_per_s
+    assert partials_s(4) - partials_s(2) > rounding_s
+    h100 = Axis(by_name("h100"), 8)
+    chain = chain_of("dot_psum", 65536, 512, 1024, dtype="float32")
+    two, four = (price(chain, Form(columns=n, across=across), h100).partials_s for n in (2, 4))
+    assert four - two < ROUNDING * 1.5 * operands_bytes / h100.hardware.hbm_bytes_per_s
