@@ -267,8 +267,14 @@ def test_processes_that_decide_differently_are_an_error() -> None:
 
 def test_two_processes_over_loopback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["--loopback", "--quick", "--rounds", "1", "--target-ms", "0.1", "--processes", "2"]
-    assert network.main([*arguments, "--cases", "gather_free", "--output", str(tmp_path)]) == 0
-    assert "| 2 | gather_free |" in capfd.readouterr().out
+    for _ in range(3):
+        status = network.main([*arguments, "--cases", "gather_free", "--output", str(tmp_path)])
+        said = capfd.readouterr()
+        # What else runs on this machine may leave the calibration nothing to go by.
+        if not (status == 2 and "the times are too noisy" in said.err):
+            break
+    assert status == 0, said.err
+    assert "| 2 | gather_free |" in said.out
     content = json.loads((tmp_path / "network.json").read_text())
     assert content["versions"]["jax"] == jax.__version__
     (found,) = content["rows"]
