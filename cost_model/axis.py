@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from cost_model import collectives, group_collectives
@@ -47,8 +47,8 @@ class Axis:
     def of(cls, topology: Topology, groups: tuple[tuple[int, ...], ...]) -> Axis:
         """The axis along these groups of devices."""
         hardware = topology.hardware
-        if topology.shape and math.prod(topology.shape) == hardware.synchronous_chips:
-            hardware = replace(hardware, overlaps=False)
+        if topology.shape:
+            hardware = hardware.on_slice(math.prod(topology.shape))
         if len(groups[0]) == 1:
             return cls(hardware, 1, topology, groups)
         orders, walks = ring_orders(topology, groups), ring_walks(topology, groups)

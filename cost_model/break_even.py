@@ -15,9 +15,8 @@ from typing import Final, Literal
 
 from cost_model.axis import Axis
 from cost_model.explanation import explain
-from cost_model.form import Form
 from cost_model.hardware import Hardware
-from cost_model.plain_chain import PlainChain, pays
+from cost_model.plain_chain import Forms, PlainChain, pays
 from cost_model.ring import Estimate
 
 Variable = Literal["tokens", "axis_size", "bandwidth"]
@@ -65,10 +64,6 @@ class BreakEven:
     def pays_at_first(self) -> bool:
         """Whether rewriting pays at the least value that was looked at."""
         return not self.crossings[0].pays_above if self.crossings else self.pays == "always"
-
-
-Forms = Callable[[PlainChain, Axis], Sequence[Form]]
-"""Which forms of rings are considered for a chain on an axis."""
 
 
 def break_evens(

@@ -164,7 +164,7 @@ def _cuts(
     # A group within one slice or host leaves the network between them alone.
     spread = {n for n, group in enumerate(groups) if len({places[d].domain for d in group}) > 1}
     apart = {n for n, group in enumerate(groups) if len({places[d].coords for d in group}) > 1}
-    repeats = _repeats(groups, places, shape, wraparound)
+    strides, repeats = _strides(groups, places, shape), _repeats(groups, places, shape, wraparound)
     found: list[_Cut] = []
     for (_, coords), inside in of_chip.items():
         links = _links(coords, shape, wraparound) if shape else 1
@@ -182,7 +182,6 @@ def _cuts(
             chips = {
                 coords: [*numbers.elements()] for (of, coords), numbers in of_chip.items() if of == domain
             }
-            strides = _strides(groups, places, shape)
             for boxed, links in _boxes(chips, strides, repeats, shape, wraparound):
                 hosts = sum(count for number, count in boxed.items() if number in spread)
                 found.append(cut(boxed, links=links, hosts=hosts))
@@ -269,6 +268,8 @@ def _repeats(
     """
     here = [[(places[device].domain, places[device].coords) for device in group] for group in groups]
 
+    unmoved = sorted(map(sorted, here))
+
     def moved(dim: int, by: int) -> list[list[tuple[int, Coords]]]:
         length = shape[dim]
         return sorted(
@@ -277,7 +278,7 @@ def _repeats(
         )
 
     return [
-        next(by for by in range(1, length + 1) if length % by == 0 and moved(dim, by) == moved(dim, 0))
+        next((by for by in range(1, length) if length % by == 0 and moved(dim, by) == unmoved), length)
         if wraps
         else length
         for dim, (length, wraps) in enumerate(zip(shape, wraparound, strict=True))

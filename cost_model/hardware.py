@@ -188,6 +188,10 @@ class Hardware:
         """Bytes per second that one device can send in one direction of a mesh axis."""
         return self.link_bytes_per_s * self.links_per_axis
 
+    def on_slice(self, chips: int) -> "Hardware":
+        """The hardware as it runs on a slice of so many chips: see `synchronous_chips`."""
+        return dataclasses.replace(self, overlaps=False) if chips == self.synchronous_chips else self
+
     def per_core(self, devices_per_chip: int) -> "Hardware":
         """One of `devices_per_chip` equal parts of the chip; this hardware, if that is no finer than it is.
 

@@ -15,11 +15,10 @@ from typing import Final, Literal, get_args
 
 from cost_model.axis import Axis
 from cost_model.dtypes import dtype_bytes
-from cost_model.form import Form
 from cost_model.hardware import Hardware
 from cost_model.layer import AxisName, Split, backward, forward, reduction
 from cost_model.layer_time import PassTime, pass_time
-from cost_model.plain_chain import PlainChain, best, forms
+from cost_model.plain_chain import Forms, PlainChain, best
 from cost_model.ring import Estimate
 from cost_model.strategies import Model
 from cost_model.topology import Topology
@@ -121,7 +120,7 @@ def best_splits(
     microbatches: Sequence[int] = (1,),
     memory_bytes: float = math.inf,
     goal: Goal = "overlapped",
-    among: Callable[[PlainChain, Axis], tuple[Form, ...]] = forms,
+    among: Forms | None = None,
     starts_implied: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[StepTime, ...]:
@@ -136,7 +135,7 @@ def best_splits(
       microbatches: numbers to try where there is a pipeline.
       memory_bytes: what the weights and the optimizer's state of a device may take at most.
       goal: what is to be short; of equal steps the one that communicates less.
-      among: the forms with which a chain's rings are priced.
+      among: the forms of rings to consider; all if None.
       starts_implied: see `PlainChain`.
       progress: told after each layout how many are done, and how many there are.
 
@@ -231,13 +230,13 @@ class _Slice:
         hardware: Hardware,
         shape: tuple[int, ...],
         pods: int,
-        among: Callable[[PlainChain, Axis], tuple[Form, ...]],
+        among: Forms | None,
         starts_implied: bool,
     ) -> None:
         if hardware.network == "switch":
             shape = (math.prod(shape),)
-        if math.prod(shape) == hardware.synchronous_chips:
-            hardware = replace(hardware, overlaps=False)
+        else:
+            hardware = hardware.on_slice(math.prod(shape))
         self.hardware = hardware
         self.shape = shape
         self.pods = pod_axis(hardware, pods)
@@ -254,7 +253,8 @@ class _Slice:
             key = chain, axis if axis == "pods" else _dims(layout, axis)
             if key not in self._rings:
                 started = replace(chain, starts_implied=self.starts_implied)
-                form, priced = best(started, axes[axis], self.among(started, axes[axis]))
+                among = self.among and self.among(started, axes[axis])
+                form, priced = best(started, axes[axis], among)
                 self._rings[key] = str(form), priced
             return self._rings[key]
 

@@ -94,7 +94,7 @@ def pipeline_estimate(
     since the first scatter has no gather beside it and the last gather no scatter. The links carry the hops
     of both, after the first products F of a chunk, which nothing hides; products come after what is placed
     beside them. The columns of an operand that a chunk takes are on chip while it lasts, if all of it fits
-    there; the first dots of the first chunk find it in main memory (`LATE`). Where hops and dots take turns,
+    there; the first dots of all find it in main memory (`late_s`). Where hops and dots take turns,
     all of it adds up. R is reading and writing the operand whose rows are cut into chunks, which the compiler
     copies for each of more than two if it is not on chip.
 
@@ -179,7 +179,7 @@ def _late_s(chunk: RingWork, work: RingWork, axis: Axis) -> float:
     total_s = 0.0
     for piece, strip, whole in zip(chunk.piece, chunk.matmuls, work.matmuls, strict=True):
         if strip != whole:
-            side: Side = "lhs" if strip.m < whole.m else "rhs"
+            side: Side = "rhs" if cut_side(work, axis.size, piece, whole) == "lhs" else "lhs"
             total_s += late_s(
                 piece,
                 side,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final, Literal, get_args
@@ -196,6 +197,10 @@ class PlainChain:
         )
 
 
+Forms = Callable[[PlainChain, Axis], Sequence[Form]]
+"""Which forms of rings are considered for a chain on an axis."""
+
+
 def chain_of(
     pattern: Pattern,
     m: int,
@@ -291,7 +296,7 @@ def pays(priced: Estimate, hardware: Hardware) -> bool:
     return gains and priced.added_bytes <= 0
 
 
-def best(chain: PlainChain, axis: Axis, among: tuple[Form, ...] | None = None) -> tuple[Form, Estimate]:
+def best(chain: PlainChain, axis: Axis, among: Sequence[Form] | None = None) -> tuple[Form, Estimate]:
     """The form of the largest predicted benefit, the first of equals, and its price.
 
     First of all come those that need no more memory than the chain as written.

@@ -252,7 +252,7 @@ def _late_s(work: RingWork, placed: OnChip, axis: Axis) -> float:
     dots, total_s = axis.size * work.dots, 0.0
     for (piece, whole), near in zip(work.pairs, placed.near, strict=True):
         if piece.m < whole.m and piece.n < whole.n:
-            side: Side = "rhs" if piece.m / whole.m <= piece.n / whole.n else "lhs"
+            side: Side = "rhs" if cut_side(work, axis.size, piece, whole) == "lhs" else "lhs"
             if near[side == "rhs"]:
                 held_bytes = side_bytes(whole, side)
                 total_s += late_s(piece, side, held_bytes, dots, axis.hardware, waited_bytes=held_bytes)

@@ -198,10 +198,7 @@ def _axis(arguments: argparse.Namespace) -> Axis:
         if hardware is None or size is None:
             raise PlanError("give --hardware and --axis-size, or --topology, such as v5p:4x4x4")
         return Axis(hardware, size)
-    name, shape = tpu_slice.read_shape(arguments.topology)
-    if name is not None and hardware is not None and hardware.name != name:
-        raise PlanError(f"--topology {arguments.topology} is {name}, and --hardware says {hardware.name}")
-    hardware = hardware or (None if name is None else cost_model.by_name(name))
+    hardware, shape = tpu_slice.slice_on(arguments.topology, hardware)
     if hardware is None:
         raise PlanError(f"--topology {arguments.topology} needs --hardware, or its name, such as v5p:4x4x4")
     count = hardware.devices_per_chip

@@ -9,10 +9,9 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-import cost_model
 from cost_model import Hardware
 from cost_model.calibration import hardware_of
-from cost_model.layer import AxisName
+from cost_model.layer import AxisName, Split
 from cost_model.layer_time import PassTime
 from cost_model.mesh_split import GOALS, IN_SLICE, StepTime, best_splits
 from cost_model.strategies import Model
@@ -34,16 +33,16 @@ AXES: Final[tuple[AxisName, ...]] = get_args(AxisName)
 
 SIZES: Final = {
     "layers": "how many layers",
-    "d-model": "width of the residual stream",
-    "d-ff": "hidden width of the MLP",
+    "d_model": "width of the residual stream",
+    "d_ff": "hidden width of the MLP",
     "tokens": "of one step, all devices together",
 }
 """What a model needs."""
 
 ATTENTION: Final = {
     "heads": ("query heads (default: 0, which leaves attention out)", 0),
-    "kv-heads": ("key and value heads (default: as many)", None),
-    "head-dim": ("width of a head (default: 128)", 128),
+    "kv_heads": ("key and value heads (default: as many)", None),
+    "head_dim": ("width of a head (default: 128)", 128),
     "sequence": ("tokens of a sequence (default: 0, which leaves scores out)", 0),
 }
 
@@ -65,9 +64,9 @@ def add_commands(commands: Any) -> None:
     )
     parser.add_argument("--hardware", metavar="FILE", help="a name, or a file that calibrate wrote (.json)")
     for name, words in SIZES.items():
-        parser.add_argument(f"--{name}", required=True, type=int, metavar="N", help=words)
+        parser.add_argument(_option(name), required=True, type=int, metavar="N", help=words)
     for name, (words, default) in ATTENTION.items():
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=words)
+        parser.add_argument(_option(name), type=int, default=default, metavar="N", help=words)
     parser.add_argument("--gated", action="store_true", help="the MLP has two matrices in, as with SwiGLU")
     parser.add_argument("--dtype", default="bfloat16", help="of weights and activations (default: bfloat16)")
     parser.add_argument(
@@ -97,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         hardware, shape = _slice(arguments)
         model = Model(
-            **{name.replace("-", "_"): _of(arguments, name) for name in (*SIZES, *ATTENTION)},
+            **{name: getattr(arguments, name) for name in (*SIZES, *ATTENTION)},
             gated=arguments.gated,
             dtype=arguments.dtype,
         )
@@ -139,22 +138,15 @@ def _slice(arguments: argparse.Namespace) -> tuple[Hardware, tuple[int, ...]]:
     Raises:
       ValueError: they are unknown, or contradict each other.
     """
-    name, shape = tpu_slice.read_shape(arguments.topology)
-    if arguments.hardware is None:
-        if name is None:
-            raise ValueError(f"--topology {arguments.topology} needs its name, such as v5p:4x4x4")
-        hardware = cost_model.by_name(name)
-    else:
-        hardware = hardware_of(arguments.hardware)
-        if name is not None and hardware.name != name:
-            raise ValueError(
-                f"--topology {arguments.topology} is {name}, and --hardware says {hardware.name}"
-            )
+    given = None if arguments.hardware is None else hardware_of(arguments.hardware)
+    hardware, shape = tpu_slice.slice_on(arguments.topology, given)
+    if hardware is None:
+        raise ValueError(f"--topology {arguments.topology} needs its name, such as v5p:4x4x4")
     return hardware, shape
 
 
-def _of(arguments: argparse.Namespace, name: str) -> Any:
-    return getattr(arguments, name.replace("-", "_"))
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _names(given: str) -> tuple[Any, ...]:
@@ -208,17 +200,24 @@ def _splits(steps: tuple[StepTime, ...]) -> Table:
 def _name(step: StepTime) -> str:
     """The mesh: ``data 4 × fsdp 8``; of one device, ``one device``."""
     split = step.split
-    sizes = {axis: getattr(split, axis) for axis in AXES}
-    words = " × ".join(f"{axis} {count}" for axis, count in sizes.items() if count > 1)
+    words = " × ".join(f"{axis} {count}" for axis, count in _mesh(split).items() if count > 1)
     words += f", {split.microbatches} microbatches" if split.microbatches > 1 else ""
     return words or "one device"
 
 
+def _mesh(split: Split) -> Mapping[str, int]:
+    return {axis: getattr(split, axis) for axis in AXES}
+
+
+def _places(step: StepTime) -> Mapping[str, str]:
+    """The part of the slice that each axis has, of those that have one."""
+    described = ((axis, step.layout.describe(axis)) for axis in IN_SLICE)
+    return {axis: where for axis, where in described if where}
+
+
 def _words(best: StepTime, shown: int, count: int) -> str:
     """Where the axes of the best split lie, and how many splits are not shown."""
-    lies = [
-        f"{axis} has {where}" for axis in IN_SLICE if (where := best.layout.describe(axis)) and _torus(best)
-    ]
+    lies = [f"{axis} has {where}" for axis, where in _places(best).items()] if _torus(best) else []
     lines = [f"Of the first, {'; '.join(lies)}."] if lies else []
     if shown < count:
         lines.append(f"{count - shown} more are slower: --rows {count} shows them.")
@@ -251,11 +250,10 @@ def _passes(step: StepTime) -> Mapping[str, PassTime]:
 
 
 def _figures(step: StepTime) -> dict[str, Any]:
-    split = step.split
     return {
-        "mesh": {axis: getattr(split, axis) for axis in AXES},
-        "microbatches": split.microbatches,
-        "layout": {axis: step.layout.describe(axis) for axis in IN_SLICE if step.layout.describe(axis)},
+        "mesh": _mesh(step.split),
+        "microbatches": step.split.microbatches,
+        "layout": _places(step),
         "step_s": {goal: step.step_s(goal) for goal in GOALS},
         "communication_s": step.communication_s,
         "state_bytes": step.state_bytes,

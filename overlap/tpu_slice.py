@@ -53,6 +53,18 @@ def read_shape(text: str) -> tuple[str | None, tuple[int, ...]]:
     return cost_model.by_name(known).name, shape
 
 
+def slice_on(text: str, hardware: Hardware | None) -> tuple[Hardware | None, tuple[int, ...]]:
+    """The hardware of a slice, by its name if none is given; None if it has none; and its chips.
+
+    Raises:
+      ValueError: as `read_shape`, or the name is that of other hardware.
+    """
+    name, shape = read_shape(text)
+    if name is not None and hardware is not None and hardware.name != name:
+        raise ValueError(f"--topology {text} is {name}, and --hardware says {hardware.name}")
+    return hardware or (None if name is None else cost_model.by_name(name)), shape
+
+
 def devices(
     hardware: Hardware, shape: Sequence[int], count: int, mesh_shape: Sequence[int]
 ) -> list[SliceDevice]:
