@@ -15,11 +15,11 @@ from cost_model import Axis, Hardware, Topology
 from cost_model.break_even import BreakEven, break_evens
 from cost_model.calibration import hardware_of
 from cost_model.explanation import explain
-from cost_model.form import Form
-from cost_model.plain_chain import PATTERNS, PlainChain, chain_of, forms
+from cost_model.plain_chain import PATTERNS, PlainChain, chain_of
 from overlap import tpu_slice
 from overlap.plain_text import PIPE_COLUMNS, columns, wrapped
-from passes import rules, shims
+from passes import shims
+from passes.rules import considered
 
 FAILED: Final = 2
 """The exit status when an option is of no use, or a file cannot be written."""
@@ -110,13 +110,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:
         print(f"Wrote {drawn}", file=sys.stderr if arguments.json else sys.stdout)
     return 0
-
-
-def considered(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
-    """The forms of rings that the pass prices: those of the chip's rule."""
-    explicit, gathers, every = shims.EXPLICIT_STARTS, chain.gathers, forms(chain, axis)
-    known = rules.rule(axis.hardware, gathers=gathers, explicit=explicit)
-    return known.admitted(every, gathers=gathers, dots=len(chain.dots), explicit=explicit) or every
 
 
 def sentence(found: BreakEven) -> str:

@@ -18,10 +18,10 @@ from cost_model.strategies import Model
 from overlap import tpu_slice
 from overlap.figures_table import figures_table
 from overlap.plain_text import PIPE_COLUMNS, columns, plain_text, wrapped
-from overlap.plan_command import considered
 from overlap.progress_bar import progress_bar
 from overlap.units import digits, duration, size
 from passes import shims
+from passes.rules import considered
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -6,9 +6,12 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Final, Literal
 
-from cost_model import Hardware, from_device_kind
+from cost_model import Axis, Hardware, from_device_kind
 from cost_model.form import Form
 from cost_model.forms import MOST_PIECES
+from cost_model.plain_chain import PlainChain
+from cost_model.plain_chain import forms as forms_of
+from passes import shims
 
 Pattern = Literal["gather", "scatter"]
 
@@ -127,3 +130,10 @@ def rule(hardware: Hardware, *, gathers: bool, explicit: bool) -> Rule:
     chip = next((known.name for known in kinds if known is not None), hardware.name)
     table = EXPLICIT if explicit else IMPLIED
     return table.get((chip, pattern), DEFAULT[pattern])
+
+
+def considered(chain: PlainChain, axis: Axis) -> tuple[Form, ...]:
+    """The forms of rings that the pass prices: those of the chip's rule."""
+    explicit, gathers, every = shims.EXPLICIT_STARTS, chain.gathers, forms_of(chain, axis)
+    known = rule(axis.hardware, gathers=gathers, explicit=explicit)
+    return known.admitted(every, gathers=gathers, dots=len(chain.dots), explicit=explicit) or every

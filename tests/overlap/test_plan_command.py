@@ -20,10 +20,10 @@ from cost_model.explanation import explain
 from cost_model.form import Form
 from cost_model.plain_chain import PlainChain, chain_of, forms, price
 from overlap import __main__, overlap_collectives
-from overlap.plan_command import considered
 from passes import shims
 from passes.candidates import candidates
 from passes.pricing import pricer
+from passes.rules import considered
 from passes.schedule import RingSchedule
 from tests.overlap.calibrations import calibration
 from tests.passes import bodies

@@ -13,8 +13,8 @@ from cost_model import by_name
 from cost_model.mesh_split import best_splits
 from cost_model.strategies import Model
 from overlap import __main__
-from overlap.plan_command import considered
 from passes import shims
+from passes.rules import considered
 from tests.overlap.calibrations import calibration
 
 V5P = by_name("tpu_v5p")
