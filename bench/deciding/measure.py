@@ -33,7 +33,10 @@ from overlap.trial_target import Target
 from passes import RingSchedule, Trial
 
 ONLY_PREDICTING: Final = frozenset(
-    {f"passes/{name}.py" for name in ("candidates", "decide", "pricing", "rules", "reasons", "site")}
+    {
+        f"passes/{name}.py"
+        for name in ("candidates", "decide", "hidden", "pricing", "rules", "reasons", "site")
+    }
     | {
         f"cost_model/{name}.py"
         for name in (
@@ -48,6 +51,7 @@ ONLY_PREDICTING: Final = frozenset(
             "in_turn",
             "layer",
             "layer_time",
+            "list_schedule",
             "matmul",
             "matmul_table",
             "mesh_split",
