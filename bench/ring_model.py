@@ -80,7 +80,7 @@ def priced(row: Row, case: Case) -> Priced | None:
     candidates = decided.candidates_of(plan, mesh, by_name(case.slice.hardware))
     _, decision = decided.decision_of(plan)
     assert decision.estimate is not None
-    rings = {name: estimate for name, (_, estimate) in candidates.items()}
+    rings = {str(schedule): estimate for schedule, estimate in candidates.values()}
     return Priced(decision.estimate.original_s, rings)
 
 

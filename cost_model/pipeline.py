@@ -26,6 +26,11 @@ GATHERED_WIDE: Final = 1.4
 """The same where elements are of four bytes, which the compilers take to leave faster: see `matmul_table`
 (v4, v6e, 7x: 1.3 to 1.5)."""
 
+TURNED: Final = {False: 2.0, True: 1.1}
+"""How many times as long as reading and writing it once it takes to turn round a gathered sum that is laid
+out by columns, as it is where they are no whole tiles. Counted of elements of four bytes, since narrower ones
+take as long (v4 1.2, v5p 2.4 to 2.6, v6e 2.3; of sums that fit on chip v5e 0.9, v6e 1.2)."""
+
 FEW_CHUNKS: Final = 4
 """Columns of a result that are chunks up to this number of which blocks that begin within a tile may be
 read on chip."""
@@ -43,23 +48,26 @@ SUM_ON_CHIP: Final = 0.6
 """How much of what fits on chip a whole sum may be, where partial sums stay there at all (v6e: 53 MB)."""
 
 
-def copied_sum_s(total_bytes: float, element_bytes: float, axis: Axis) -> float:
+def copied_sum_s(total_bytes: float, element_bytes: float, axis: Axis, *, turned: bool = False) -> float:
     """Seconds of copying a whole sum, or its shards, to where they are needed once all is there.
 
     Args:
       total_bytes: of the sum.
       element_bytes: of one of its elements.
       axis: the devices.
+      turned: whether it is laid out by columns, and turned round.
     """
     hardware, slowness = axis.hardware, 1.0
     if hardware.network == "torus":
         here = hardware.keeps_sums and "all_reduce" not in hardware.offloaded
         near = here and total_bytes <= SUM_ON_CHIP * hardware.on_chip_bytes
         slowness = GATHERED_WIDE if element_bytes >= 4 and not near else GATHERED[near]
+        if turned:
+            slowness = TURNED[near] * 4 / element_bytes
     return slowness * 2 * total_bytes / hardware.hbm_bytes_per_s
 
 
-def gather_after(total_bytes: float, element_bytes: float, axis: Axis) -> Estimate:
+def gather_after(total_bytes: float, element_bytes: float, axis: Axis, *, turned: bool = False) -> Estimate:
     """Prices the second half of a psum in one column: an all_gather, the same before and after.
 
     After, its shards are copied to where they are needed. Where another core runs the original's all_reduce,
@@ -69,11 +77,13 @@ def gather_after(total_bytes: float, element_bytes: float, axis: Axis) -> Estima
       total_bytes: of the whole sum.
       element_bytes: of one of its elements.
       axis: the devices.
+      turned: see `copied_sum_s`.
     """
-    gather_s, copy_s = axis.all_gather_s(total_bytes), copied_sum_s(total_bytes, element_bytes, axis)
+    gather_s, as_written_s = axis.all_gather_s(total_bytes), copied_sum_s(total_bytes, element_bytes, axis)
+    copy_s = copied_sum_s(total_bytes, element_bytes, axis, turned=turned)
     return Estimate(
         dot_s=0.0,
-        collective_s=gather_s + (copy_s if "all_reduce" in axis.hardware.offloaded else 0.0),
+        collective_s=gather_s + (as_written_s if "all_reduce" in axis.hardware.offloaded else 0.0),
         partials_s=copy_s,
         hops_s=0.0,
         hop_latency_s=0.0,

@@ -22,8 +22,8 @@ from cost_model.matmul import Matmul, matmul_s
 from cost_model.on_chip import Side, Whole, side_bytes, wholes
 from cost_model.ring_copies import adding_s, copies_s, cutting_s, entering_s
 from cost_model.ring_on_chip import OnChip, late_s, on_chip, sum_near, sums_stay
-from cost_model.ring_work import RingWork, cut_side, few_rows_between_tiles, sent_side
-from cost_model.tile import placed_slowness
+from cost_model.ring_work import RingWork, cut_side, few_rows_between_tiles, ragged_columns, sent_side
+from cost_model.tile import LANES, placed_slowness
 
 FORESEEN: Final = 1 / 4
 """Share of a hop's time for which TPU compilers put dots beside it where they place its start. They were seen
@@ -36,6 +36,14 @@ SHARDS_HELD: Final = 4.5
 SHARDS_ON_CHIP: Final = 0.6
 """Share of the memory on chip that a gather's shards were seen to fill before they lie in main memory: on v4,
 v5e and v6e, and on 7x if all that are held fit; not on v5p."""
+
+
+TURNING: Final = {False: 2.0, True: 1.2}
+"""Times as long as otherwise it takes to add up partial sums that are laid out by columns, and turned round:
+in main memory, and where they arrive on chip. Each also takes `TURNING_S` longer."""
+
+TURNING_S: Final = {False: 3e-6, True: 1.2e-6}
+"""With both, turning took 2.9 to 10 µs in compiled rings of v4 and v5p, and 1.5 to 1.9 µs in those of v5e."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,12 +132,17 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
         return _halfway_estimate(work, axis, fetched=fetched)
     hardware = axis.hardware
     hops = axis.size - 1
+    turned = _turned(work, axis)
+    if not turned:
+        work = _padded(work, axis)
     copy_s = copies_s(work, axis.size, hardware, cut_out=cut_out)
     placed = on_chip(work, axis.size, hardware)
     dots = work.dots * (hardware.between_tiles if few_rows_between_tiles(work, axis.size) else 1.0)
     first_s = dots * _pieces_s(work, placed, hardware, adds=False) + copy_s
     partial_s = dots * _pieces_s(work, placed, hardware, adds=True) + copy_s
     add_s = work.apart_bytes / hardware.hbm_bytes_per_s
+    if turned:
+        add_s = TURNING[hardware.receives_on_chip] * add_s + TURNING_S[hardware.receives_on_chip]
     if hardware.lone_matmuls and work.apart_bytes:
         add_s += hardware.copy_overhead_s
 
@@ -208,6 +221,25 @@ def _halfway_estimate(work: RingWork, axis: Axis, *, fetched: bool) -> Estimate:
         overlapped_s=waited_s + work.columns * ring_s,
         added_bytes=_added_bytes(work, placed, axis),
     )
+
+
+def _turned(work: RingWork, axis: Axis) -> bool:
+    """Whether products of columns that are no whole tiles are laid out by columns, to be turned round.
+
+    Where additions are no part of the dots, and the matrix unit is no wider than a tile (v4, v5e, v5p).
+    """
+    hardware = axis.hardware
+    narrow = hardware.network == "torus" and hardware.matmul_tile[2] <= LANES
+    return narrow and not work.fused and ragged_columns(work, axis.size)
+
+
+def _padded(work: RingWork, axis: Axis) -> RingWork:
+    """Columns that are no whole tiles fill them up, where they are not turned round."""
+    if axis.hardware.network != "torus" or not ragged_columns(work, axis.size):
+        return work
+    width = axis.hardware.matmul_tile[2]
+    piece = (dataclasses.replace(each, n=-(-each.n // width) * width) for each in work.piece)
+    return dataclasses.replace(work, piece=tuple(piece))
 
 
 def _beside_s(work: RingWork, dots_s: float, wire_s: float) -> float:

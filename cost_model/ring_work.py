@@ -9,7 +9,7 @@ from cost_model.axis import Directions
 from cost_model.dtypes import dtype_bytes
 from cost_model.matmul import Matmul
 from cost_model.on_chip import OTHER, SIDES, Side, side_bytes
-from cost_model.tile import LEAST_WINDOW_ROWS, tile_rows
+from cost_model.tile import LANES, LEAST_WINDOW_ROWS, tile_rows
 
 Cut = Literal["dot", "apart", "early"]
 """How blocks of an operand are cut out of the whole: by the dot that reads them, or copied right before it,
@@ -154,6 +154,14 @@ def begins_at_tiles(work: RingWork, axis_size: int) -> bool:
         (whole.n if cut_side(work, axis_size, piece, whole) == "rhs" else whole.m)
         % (axis_size * tile_rows(dtype_bytes(whole.dtype)))
         == 0
+        for piece, whole in work.pairs
+    )
+
+
+def ragged_columns(work: RingWork, axis_size: int) -> bool:
+    """Whether the blocks of a scatter are columns that are no whole tiles."""
+    return work.collective == "reduce_scatter" and any(
+        cut_side(work, axis_size, piece, whole) == "rhs" and whole.n % (axis_size * LANES)
         for piece, whole in work.pairs
     )
 

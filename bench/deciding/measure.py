@@ -80,7 +80,7 @@ def decide(chain: Drawn) -> Decided:
         name=chain.name,
         rewritten=decision.rewritten,
         reason=str(decision.reason.code),
-        schedule=str(decision.ring.schedule),
+        schedule=decided.name_of(decision.ring.chain, decision.ring.schedule),
         original_s=decision.estimate.original_s,
         ring_s=decision.estimate.overlapped_s,
     )
@@ -88,7 +88,7 @@ def decide(chain: Drawn) -> Decided:
 
 def predict(chain: Drawn) -> dict[str, Estimate]:
     """Schedule → prediction of every candidate that a search would consider, the fastest first."""
-    return {str(schedule): priced for schedule, priced in candidates_of(chain).values()}
+    return {name: priced for name, (_, priced) in candidates_of(chain).items()}
 
 
 def compile_one(chain: Drawn, schedule: str) -> Compiled:

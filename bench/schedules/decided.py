@@ -12,6 +12,7 @@ import passes
 from cost_model import Estimate, Hardware
 from passes import Plan, RingSchedule
 from passes.candidates import candidates
+from passes.chains import Chain, DotPsum
 from passes.decide import Decision
 from passes.network import Network
 from passes.pricing import pricer
@@ -41,6 +42,12 @@ def _plans(plan: Plan) -> Iterable[Plan]:
             yield from _plans(body)
 
 
+def name_of(chain: Chain, schedule: RingSchedule) -> str:
+    """What a chain of a schedule is called: of a psum also along which dim it is scattered, if not rows."""
+    dim = chain.collective.dim
+    return f"{schedule}, along dim {dim}" if isinstance(chain, DotPsum) and dim else str(schedule)
+
+
 def candidates_of(plan: Plan, mesh: Any, hardware: Hardware) -> dict[str, tuple[RingSchedule, Estimate]]:
     """Name → schedule and price, the fastest first: those of a search, and the one that is decided for.
 
@@ -61,6 +68,7 @@ def candidates_of(plan: Plan, mesh: Any, hardware: Hardware) -> dict[str, tuple[
     priced = sorted(((s, price(s)) for s in wanted), key=lambda pair: pair[1].overlapped_s)
     named: dict[str, tuple[RingSchedule, Estimate]] = {}
     for schedule, estimate in priced:
-        assert str(schedule) not in named, f"two schedules are called {schedule}"
-        named[str(schedule)] = schedule, estimate
+        name = name_of(chain, schedule)
+        assert name not in named, f"two schedules are called {name}"
+        named[name] = schedule, estimate
     return named

@@ -141,16 +141,26 @@ class TestTerms:
         assert psum.best.estimate.benefit_s == pytest.approx(scatter.best.estimate.benefit_s - copied_s)
 
     def test_blocks_that_lie_apart_are_copied_before_a_scatter_s_dots(self) -> None:
+        axis = Axis(by_name("h100"), 8)
         rows, columns = (
-            works(chain_of("dot_reduce_scatter", 4096, 4096, 4096, cut=cut), Form(), RING)[0]
+            works(chain_of("dot_reduce_scatter", 4096, 4096, 4096, cut=cut), Form(), axis)[0]
             for cut in ("m", "n")
         )
         copied_bytes = columns.apart_bytes - rows.apart_bytes
-        assert copied_bytes == 2 * 4096 * 4096 * 2 / 16
-        copied_s = 15 * copied_bytes / V5P.hbm_bytes_per_s
+        assert copied_bytes == 2 * 4096 * 4096 * 2 / 8
+        copied_s = 7 * copied_bytes / axis.hardware.hbm_bytes_per_s
         without = dataclasses.replace(columns, apart_bytes=rows.apart_bytes)
-        difference_s = estimate(columns, RING).partials_s - estimate(without, RING).partials_s
+        difference_s = estimate(columns, axis).partials_s - estimate(without, axis).partials_s
         assert difference_s == pytest.approx(copied_s)
+
+    @pytest.mark.parametrize("name", [name for name in names() if by_name(name).network == "torus"])
+    def test_tpus_read_them_where_they_are(self, name: str) -> None:
+        axis = Axis(by_name(name), 8)
+        rows, columns = (
+            works(chain_of("dot_reduce_scatter", 4096, 4096, 4096, cut=cut), Form(), axis)[0]
+            for cut in ("m", "n")
+        )
+        assert columns.apart_bytes == rows.apart_bytes
 
     @pytest.mark.parametrize(
         ("m", "dtype", "hardware", "whole"),

@@ -191,6 +191,32 @@ def test_what_another_core_sums_is_copied_before_the_rewrite_too(width: float, s
     assert found.benefit_s == 0
 
 
+@pytest.mark.parametrize(
+    ("chip", "size", "slowness"), [("tpu_v5p", 30e6, 2.0), ("tpu_v6e", 30e6, 1.1), ("tpu_v6e", 200e6, 2.0)]
+)
+@pytest.mark.parametrize("width", [2, 4])
+def test_a_sum_of_columns_is_turned_round_by_elements(
+    chip: str, size: float, slowness: float, width: float
+) -> None:
+    axis = Axis(by_name(chip), 8)
+    plain, turned = gather_after(size, width, axis), gather_after(size, width, axis, turned=True)
+    turned_s = slowness * 2 * size * 4 / width / axis.hardware.hbm_bytes_per_s
+    assert turned.partials_s == pytest.approx(turned_s)
+    assert turned.collective_s == plain.collective_s
+
+
+@pytest.mark.parametrize("name", ["tpu_v5p", "h100"])
+def test_a_psum_s_sum_is_turned_where_its_columns_are_no_whole_tiles(name: str) -> None:
+    axis, form = Axis(by_name(name), 8), Form(directions=2)
+    for n, turned in ((8 * 256, False), (8 * 272, name != "h100"), (8 * 384, False)):
+        psum, scatter = (
+            price(chain_of(pattern, 1024, 2048, n, cut="n"), form, axis)
+            for pattern in ("dot_psum", "dot_reduce_scatter")
+        )
+        gathered = gather_after(1024 * n * 2, 2, axis, turned=turned)
+        assert psum.partials_s - scatter.partials_s == pytest.approx(gathered.partials_s)
+
+
 def test_where_no_dot_reads_a_part_of_what_is_on_chip_a_strip_is_not_fetched() -> None:
     chain, form = chunks(8, k=16384)
     hardware = dataclasses.replace(V5P, cuts_on_chip=False)

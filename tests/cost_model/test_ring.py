@@ -21,7 +21,7 @@ from cost_model import (
     matmul_s,
     names,
 )
-from cost_model.ring import FORESEEN, SHARDS_HELD
+from cost_model.ring import FORESEEN, SHARDS_HELD, TURNING, TURNING_S
 from cost_model.ring_copies import (
     COPYING_WHOLE,
     CUTTING,
@@ -65,6 +65,21 @@ _M_S = 6e-3 + 1e-6
 
 _SUM_S = 8e-3 + 1e-6
 """The same with a bfloat16 sum of the result's 2e6 bytes that is read too."""
+
+
+def _scatter_of_columns(axis: Axis, n: int, **form: Any) -> RingWork:
+    """x[1024, 2048] times w[2048, P * n * pieces], scattered by columns: a piece has n of them."""
+    pieces = form.get("directions", 1) * form.get("chains", 1)
+    whole = Matmul(m=1024, k=2048, n=axis.size * n * pieces)
+    return RingWork(
+        collective="reduce_scatter",
+        shard_bytes=whole.result_bytes / axis.size,
+        collective_shard_bytes=whole.result_bytes / axis.size,
+        matmuls=(whole,),
+        piece=(Matmul(m=1024, k=2048, n=n),),
+        accumulator="bfloat16",
+        **{"fused": False, **form},
+    )
 
 
 def _gather(
@@ -646,6 +661,43 @@ def test_results_that_grow_on_the_chip_leave_it_at_the_end() -> None:
     too_small = dataclasses.replace(growing, results_on_chip=0.99)
     far_s = matmul_s(_M, _PLAIN, rhs_on_chip=True)
     assert estimate(work, Axis(too_small, 4)).partials_s == pytest.approx(waited_s + 8 * far_s)
+
+
+@pytest.mark.parametrize("name", ["tpu_v5p", "tpu_v6e"])
+def test_columns_of_a_scatter_fill_up_tiles(name: str) -> None:
+    axis = Axis(by_name(name), 8)
+    width = axis.hardware.matmul_tile[2]
+
+    def ring(n: int, **form: Any) -> Estimate:
+        return estimate(_scatter_of_columns(axis, n, **form), axis)
+
+    for form in ({"directions": 2, "fused": True}, {"chains": 2, "fused": True}):
+        exact, filled = ring(width, **form), ring(width + 16, **form)
+        assert filled.partials_s == pytest.approx(ring(2 * width, **form).partials_s, rel=0.02)
+        assert filled.partials_s > 1.3 * exact.partials_s
+        assert filled.hops_s < 1.3 * exact.hops_s
+
+
+def test_products_that_are_turned_round_take_longer_to_add_up() -> None:
+    """On v5p, where additions are no part of the dots: 16 more columns than a tile has."""
+    axis = Axis(_V5P, 8)
+
+    def added_s(n: int) -> float:
+        works = (_scatter_of_columns(axis, n, apart_bytes=each) for each in (4e6, 0.0))
+        more, none = (estimate(work, axis).partials_s for work in works)
+        return (more - none) / 7 * _V5P.hbm_bytes_per_s
+
+    assert added_s(128) == pytest.approx(4e6)
+    assert added_s(144) == pytest.approx(TURNING[False] * 4e6)
+    turned, added = (
+        dataclasses.replace(_scatter_of_columns(axis, 144), fused=fused) for fused in (False, True)
+    )
+    step_s = (estimate(turned, axis).partials_s - estimate(added, axis).partials_s) / 7
+    assert step_s < TURNING_S[False]  # since those that are added to at once fill up tiles
+    on_v6e = Axis(by_name("tpu_v6e"), 8)
+    wide, none = (_scatter_of_columns(on_v6e, 144, apart_bytes=each) for each in (4e6, 0.0))
+    difference_s = estimate(wide, on_v6e).partials_s - estimate(none, on_v6e).partials_s
+    assert difference_s / 7 * on_v6e.hardware.hbm_bytes_per_s == pytest.approx(4e6)
 
 
 @pytest.mark.parametrize(
