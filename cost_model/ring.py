@@ -371,19 +371,25 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool)
     sum_before, sum_after = sum_near(work, sum_bytes, placed.held_bytes, hardware)
     total_s = 0.0
     each = zip(work.pairs, summed, placed.near, placed.results, strict=True)
-    for (piece, whole), added, (lhs, rhs), grows in each:
+    for number, ((piece, whole), added, (lhs, rhs), grows) in enumerate(each):
         by_rows = gathered and not work.joined and piece.k == whole.k and piece.m < whole.m
         by_tiles = by_rows and hardware.network == "torus"
         slowness = placed_slowness(piece.m, piece.k, piece.n) if by_tiles else 1.0
-        total_s += slowness * matmul_s(
+        dot_s = functools.partial(
+            matmul_s,
             dataclasses.replace(piece, out_dtype=work.accumulator) if added else piece,
             hardware,
-            lhs_on_chip=lhs,
-            rhs_on_chip=rhs,
             result_on_chip=(added and sum_after) or grows,
             accumulator=work.accumulator if added and not hardware.lone_matmuls else None,
             accumulator_on_chip=added and sum_before,
         )
+        near_s = dot_s(lhs_on_chip=lhs, rhs_on_chip=rhs)
+        if placed.arriving and not number:
+            far_s = dot_s(
+                lhs_on_chip=lhs and placed.arriving != "lhs", rhs_on_chip=rhs and placed.arriving != "rhs"
+            )
+            near_s += (far_s - near_s) / work.dots
+        total_s += slowness * near_s
         if added:
             total_s += adding_s(piece.batch * piece.m * piece.n * width, hardware)
         if grows and piece.k == whole.k:

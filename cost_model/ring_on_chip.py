@@ -15,6 +15,7 @@ from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
 from cost_model.on_chip import OTHER, SIDES, Side, beside_bytes, side_bytes
 from cost_model.ring_work import NOTHING_BEFORE, RingWork, cut_side, sent_side
+from cost_model.tile import LANES, SUBLANES, tile_rows
 
 FETCHED_SUM: Final = 1 / 3
 """Share of the room on chip that a partial sum may take to be fetched beside the dots of another."""
@@ -37,12 +38,15 @@ class OnChip:
       held_bytes: of the operands that are held there throughout.
       awaited_bytes: those of them that the first dot waits for.
       results: of every matmul, whether a gather's result grows there until the end.
+      arriving: the operand of which the first of a step's dots finds its piece in main memory, where it has
+        just arrived, while those of the other pieces are fetched beside it; None where there is none.
     """
 
     near: tuple[Near, ...]
     held_bytes: float
     awaited_bytes: float
     results: tuple[bool, ...]
+    arriving: Side | None = None
 
 
 def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
@@ -52,7 +56,8 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     out of, if it fits well beside them; before all of them that, where it is the largest that fits: of it
     even dots that otherwise cut nothing on chip (`Hardware.cuts_on_chip`) read their blocks there. What was
     cut out before the dot is there, if it fits, and so is what travels if it is little, or read by several
-    dots. What travels reaches the first of them by way of main memory where nothing arrives on chip.
+    dots. Where nothing arrives on chip, it is fetched there if it fills tiles, but the first dot of a step
+    does not wait for it (14 compiled rings of v5p: of four pieces three are).
     """
     shared = [_shared_side(work, axis_size, piece, whole, hardware) for piece, whole in work.pairs]
     first_bytes = _cut_first_bytes(work, axis_size, shared, hardware)
@@ -66,6 +71,7 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     little_bytes = beside_bytes(held_bytes, hardware)
     room_bytes = (hardware.on_chip_bytes - held_bytes) / 2
     found: list[Near] = []
+    arriving: Side | None = None
     several = len(work.matmuls) > 1 and hardware.network == "torus"
     for (piece, whole), side, kept in zip(work.pairs, shared, map(bool, first_bytes), strict=True):
         sent = sent_side(work, axis_size, piece, whole) if work.collective == "all_gather" else None
@@ -75,7 +81,8 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
             for operand in SIDES
         }
         if sent is not None and not found and not hardware.receives_on_chip:
-            near[sent] = False
+            near[sent] = near[sent] and _fills_tiles(piece, whole, sent)
+            arriving = sent if near[sent] else None
         if sent is not None and _comes_whole(work, hardware) and side_bytes(piece, sent) <= room_bytes:
             near[sent] = True
         cut = _read_by_blocks(work, axis_size, piece, whole)
@@ -90,7 +97,7 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
                 room_bytes -= needed_bytes
         found.append((near["lhs"], near["rhs"]))
     awaited_bytes = 0.0 if _fits_beside(work, held_bytes, hardware) else held_bytes
-    return OnChip(tuple(found), held_bytes, awaited_bytes, _grow(work, held_bytes, hardware))
+    return OnChip(tuple(found), held_bytes, awaited_bytes, _grow(work, held_bytes, hardware), arriving)
 
 
 def _fits_beside(work: RingWork, held_bytes: float, hardware: Hardware) -> bool:
@@ -141,6 +148,16 @@ def late_s(
     far = math.ceil(LATE[hardware.receives_on_chip] * fetch_s / far_s)
     late = (dots if at_last else min(far, dots)) * (far_s - near_s)
     return max(0.0, late - waited_bytes / hardware.hbm_bytes_per_s)
+
+
+def _fills_tiles(piece: Matmul, whole: Matmul, side: Side) -> bool:
+    """Whether a piece of an operand fills tiles. Strips of what is contracted are cut where they do."""
+    rows, columns = (piece.m, piece.k) if side == "lhs" else (piece.k, piece.n)
+    if side == "rhs" and piece.k < whole.k and columns >= 2 * LANES:
+        columns = whole.n
+    dtype = (piece.lhs_dtype if side == "lhs" else piece.rhs_dtype) or piece.dtype
+    least_rows = SUBLANES if dtype_bytes(dtype) > 1 else tile_rows(1)
+    return rows % least_rows == columns % LANES == 0
 
 
 def _comes_whole(work: RingWork, hardware: Hardware) -> bool:
