@@ -15,7 +15,7 @@ from cost_model.offloaded import InTurn, offloaded_estimate
 from cost_model.pipeline import gather_after, pipeline_estimate
 from cost_model.ring import Estimate, estimate
 from cost_model.ring_copies import between_tiles_bytes
-from cost_model.ring_work import NOTHING_BEFORE, Before, RingWork, ragged_columns
+from cost_model.ring_work import NOTHING_BEFORE, Before, RingWork, blocks_of
 
 Dots = Callable[[Fraction, Fraction], tuple[Matmul, ...]]
 """A chain's dots on a share of the dim that is gathered or scattered, and of the dim across it, if any."""
@@ -209,7 +209,7 @@ def pricer(sizes: Sizes, axis: Axis, *, psum: bool = False) -> Pricer:
         element_bytes = dtype_bytes(sizes.dtype)
         if form.columns > 1:
             return pipeline_estimate(rings, sizes.moved_bytes, element_bytes, axis, across=form.across)
-        turned = ragged_columns(rings, axis.size)
-        return estimate(rings, axis) + gather_after(sizes.moved_bytes, element_bytes, axis, turned=turned)
+        blocks = blocks_of(rings, axis.size)
+        return estimate(rings, axis) + gather_after(sizes.moved_bytes, element_bytes, axis, blocks)
 
     return price

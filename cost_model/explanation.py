@@ -24,7 +24,7 @@ from cost_model.on_chip import SIDES, Side, Whole
 from cost_model.pipeline import gather_after, last_gather_s
 from cost_model.plain_chain import PlainChain, forms, gathered_bytes, pays, price, works
 from cost_model.ring import Estimate, dots_as_written
-from cost_model.ring_work import ragged_columns
+from cost_model.ring_work import blocks_of
 
 Bound = Literal["compute", "memory", "bandwidth", "latency", "nothing"]
 
@@ -358,8 +358,8 @@ def _candidate(chain: PlainChain, form: Form, axis: Axis) -> Candidate:
     # A psum's gather comes after its ring, or beside it in columns, and is no part of the steps.
     gather = None
     if chain.pattern == "dot_psum":
-        turned = work is not None and ragged_columns(work, axis.size)
-        gather = gather_after(chain.moved_bytes, dtype_bytes(chain.dtype), axis, turned=turned)
+        blocks = "rows" if work is None else blocks_of(work, axis.size)
+        gather = gather_after(chain.moved_bytes, dtype_bytes(chain.dtype), axis, blocks)
     gather_s = 0.0 if gather is None else gather.overlapped_s
     dots_s = priced.partials_s - (0.0 if gather is None else gather.partials_s)
     step_dots_s = dots_s / steps

@@ -10,7 +10,7 @@ from cost_model.matmul import Matmul
 from cost_model.on_chip import Side, side_bytes
 from cost_model.ring import SHARDS_HELD, Estimate, estimate
 from cost_model.ring_on_chip import late_s
-from cost_model.ring_work import RingWork, begins_at_tiles, cut_side
+from cost_model.ring_work import Blocks, RingWork, begins_at_tiles, cut_side
 from cost_model.tile import LANES
 
 PLACING: Final = {False: 1.0, True: 0.5}
@@ -44,30 +44,31 @@ ROUNDING: Final = 3.3
 """Times as long as reading and writing them takes rounding operands of float32 before a loop of chunks; else
 dots of the default precision do so by themselves (v5e 2.7, v6e 3.2, v5p 4.1)."""
 
-SUM_ON_CHIP: Final = 0.6
-"""How much of what fits on chip a whole sum may be, where partial sums stay there at all (v6e: 53 MB)."""
+SUM_ON_CHIP: Final = {True: 0.6, False: 0.36}
+"""How much of what fits on chip a whole sum may be, where partial sums stay there at all: if its shards are
+rows (v6e: 53 MB), and columns (v5e and v6e: 34 MB was there, 42 MB on v6e not)."""
 
 
-def copied_sum_s(total_bytes: float, element_bytes: float, axis: Axis, *, turned: bool = False) -> float:
+def copied_sum_s(total_bytes: float, element_bytes: float, axis: Axis, blocks: Blocks = "rows") -> float:
     """Seconds of copying a whole sum, or its shards, to where they are needed once all is there.
 
     Args:
       total_bytes: of the sum.
       element_bytes: of one of its elements.
       axis: the devices.
-      turned: whether it is laid out by columns, and turned round.
+      blocks: its shards. Ragged ones are laid out by columns, and turned round.
     """
     hardware, slowness = axis.hardware, 1.0
     if hardware.network == "torus":
         here = hardware.keeps_sums and "all_reduce" not in hardware.offloaded
-        near = here and total_bytes <= SUM_ON_CHIP * hardware.on_chip_bytes
+        near = here and total_bytes <= SUM_ON_CHIP[blocks == "rows"] * hardware.on_chip_bytes
         slowness = GATHERED_WIDE if element_bytes >= 4 and not near else GATHERED[near]
-        if turned:
+        if blocks == "ragged columns":
             slowness = TURNED[near] * 4 / element_bytes
     return slowness * 2 * total_bytes / hardware.hbm_bytes_per_s
 
 
-def gather_after(total_bytes: float, element_bytes: float, axis: Axis, *, turned: bool = False) -> Estimate:
+def gather_after(total_bytes: float, element_bytes: float, axis: Axis, blocks: Blocks = "rows") -> Estimate:
     """Prices the second half of a psum in one column: an all_gather, the same before and after.
 
     After, its shards are copied to where they are needed. Where another core runs the original's all_reduce,
@@ -77,10 +78,10 @@ def gather_after(total_bytes: float, element_bytes: float, axis: Axis, *, turned
       total_bytes: of the whole sum.
       element_bytes: of one of its elements.
       axis: the devices.
-      turned: see `copied_sum_s`.
+      blocks: its shards.
     """
     gather_s, as_written_s = axis.all_gather_s(total_bytes), copied_sum_s(total_bytes, element_bytes, axis)
-    copy_s = copied_sum_s(total_bytes, element_bytes, axis, turned=turned)
+    copy_s = copied_sum_s(total_bytes, element_bytes, axis, blocks)
     return Estimate(
         dot_s=0.0,
         collective_s=gather_s + (as_written_s if "all_reduce" in axis.hardware.offloaded else 0.0),

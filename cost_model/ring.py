@@ -22,7 +22,7 @@ from cost_model.matmul import Matmul, matmul_s
 from cost_model.on_chip import Side, Whole, side_bytes, wholes
 from cost_model.ring_copies import adding_s, copies_s, cutting_s, entering_s
 from cost_model.ring_on_chip import OnChip, late_s, on_chip, sum_near, sums_stay
-from cost_model.ring_work import RingWork, cut_side, few_rows_between_tiles, ragged_columns, sent_side
+from cost_model.ring_work import RingWork, blocks_of, cut_side, few_rows_between_tiles, sent_side
 from cost_model.tile import LANES, placed_slowness
 
 FORESEEN: Final = 1 / 4
@@ -223,6 +223,10 @@ def _halfway_estimate(work: RingWork, axis: Axis, *, fetched: bool) -> Estimate:
     )
 
 
+def _ragged(work: RingWork, axis: Axis) -> bool:
+    return work.collective == "reduce_scatter" and blocks_of(work, axis.size) == "ragged columns"
+
+
 def _turned(work: RingWork, axis: Axis) -> bool:
     """Whether products of columns that are no whole tiles are laid out by columns, to be turned round.
 
@@ -230,12 +234,12 @@ def _turned(work: RingWork, axis: Axis) -> bool:
     """
     hardware = axis.hardware
     narrow = hardware.network == "torus" and hardware.matmul_tile[2] <= LANES
-    return narrow and not work.fused and ragged_columns(work, axis.size)
+    return narrow and not work.fused and _ragged(work, axis)
 
 
 def _padded(work: RingWork, axis: Axis) -> RingWork:
     """Columns that are no whole tiles fill them up, where they are not turned round."""
-    if axis.hardware.network != "torus" or not ragged_columns(work, axis.size):
+    if axis.hardware.network != "torus" or not _ragged(work, axis):
         return work
     width = axis.hardware.matmul_tile[2]
     piece = (dataclasses.replace(each, n=-(-each.n // width) * width) for each in work.piece)

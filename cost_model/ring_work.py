@@ -15,6 +15,9 @@ Cut = Literal["dot", "apart", "early"]
 """How blocks of an operand are cut out of the whole: by the dot that reads them, or copied right before it,
 or before the hop that the dot hides."""
 
+Blocks = Literal["rows", "columns", "ragged columns"]
+"""What of a sum a device has in the end; ragged are columns that are no whole tiles."""
+
 
 @dataclass(frozen=True, slots=True)
 class Before:
@@ -158,12 +161,12 @@ def begins_at_tiles(work: RingWork, axis_size: int) -> bool:
     )
 
 
-def ragged_columns(work: RingWork, axis_size: int) -> bool:
-    """Whether the blocks of a scatter are columns that are no whole tiles."""
-    return work.collective == "reduce_scatter" and any(
-        cut_side(work, axis_size, piece, whole) == "rhs" and whole.n % (axis_size * LANES)
-        for piece, whole in work.pairs
-    )
+def blocks_of(work: RingWork, axis_size: int) -> Blocks:
+    """What of a sum a scatter gives each device; of several dots' what the first's is."""
+    for piece, whole in work.pairs:
+        if cut_side(work, axis_size, piece, whole) == "rhs":
+            return "ragged columns" if whole.n % (axis_size * LANES) else "columns"
+    return "rows"
 
 
 def few_rows_between_tiles(work: RingWork, axis_size: int) -> bool:

@@ -9,7 +9,15 @@ import pytest
 
 from cost_model import Axis, Directions, Hardware, Matmul, by_name, matmul_s
 from cost_model.form import Form
-from cost_model.pipeline import LOOPED, PLACING, ROUNDING, gather_after, last_gather_s, pipeline_estimate
+from cost_model.pipeline import (
+    GATHERED,
+    LOOPED,
+    PLACING,
+    ROUNDING,
+    gather_after,
+    last_gather_s,
+    pipeline_estimate,
+)
 from cost_model.plain_chain import PlainChain, chain_of, forms, price, works
 from cost_model.ring import estimate
 from cost_model.ring_on_chip import LATE, late_s
@@ -199,7 +207,7 @@ def test_a_sum_of_columns_is_turned_round_by_elements(
     chip: str, size: float, slowness: float, width: float
 ) -> None:
     axis = Axis(by_name(chip), 8)
-    plain, turned = gather_after(size, width, axis), gather_after(size, width, axis, turned=True)
+    plain, turned = gather_after(size, width, axis), gather_after(size, width, axis, "ragged columns")
     turned_s = slowness * 2 * size * 4 / width / axis.hardware.hbm_bytes_per_s
     assert turned.partials_s == pytest.approx(turned_s)
     assert turned.collective_s == plain.collective_s
@@ -213,8 +221,16 @@ def test_a_psum_s_sum_is_turned_where_its_columns_are_no_whole_tiles(name: str) 
             price(chain_of(pattern, 1024, 2048, n, cut="n"), form, axis)
             for pattern in ("dot_psum", "dot_reduce_scatter")
         )
-        gathered = gather_after(1024 * n * 2, 2, axis, turned=turned)
+        gathered = gather_after(1024 * n * 2, 2, axis, "ragged columns" if turned else "columns")
         assert psum.partials_s - scatter.partials_s == pytest.approx(gathered.partials_s)
+
+
+@pytest.mark.parametrize(("size", "near"), [(30e6, True), (42e6, False), (53e6, False)])
+def test_a_sum_of_columns_leaves_the_chip_sooner_than_one_of_rows(size: float, near: bool) -> None:
+    axis = Axis(by_name("tpu_v6e"), 8)
+    rows, columns = (gather_after(size, 2, axis, blocks).partials_s for blocks in ("rows", "columns"))
+    assert rows == pytest.approx(GATHERED[True] * 2 * size / axis.hardware.hbm_bytes_per_s)
+    assert columns == pytest.approx(GATHERED[near] / GATHERED[True] * rows)
 
 
 def test_where_no_dot_reads_a_part_of_what_is_on_chip_a_strip_is_not_fetched() -> None:
