@@ -25,6 +25,11 @@ LATE: Final = {False: 3.5, True: 1.8}
 shards arrive in main memory, and where on chip. Compilers keep no program waiting for it (of 22 compiled
 psums: v5p 1.9 to 8, v5e and v6e 1.5 to 2.4)."""
 
+READ_OFTEN: Final = {True: 1 / 3, False: 1 / 11}
+"""Share of the room on chip that one step's piece of what several dots read may take to be there: beside an
+operand that is held (of 20 compiled rings v5e: 15 and 17 of 50 MB; v6e: 4 of 29 and 8 of 63, not 13 of 29),
+and where none is, since dots of large operands need room (7x: 2 of 33, not 4; v6e: not 10 of 96)."""
+
 Near = tuple[bool, bool]
 """Whether the left and the right operand are on chip before a dot starts."""
 
@@ -72,12 +77,14 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     room_bytes = (hardware.on_chip_bytes - held_bytes) / 2
     found: list[Near] = []
     arriving: Side | None = None
-    several = len(work.matmuls) > 1 and hardware.network == "torus"
+    read_often_bytes = little_bytes
+    if len(work.matmuls) > 1 and hardware.network == "torus":
+        read_often_bytes = READ_OFTEN[held_bytes > 0] * (hardware.on_chip_bytes - held_bytes)
     for (piece, whole), side, kept in zip(work.pairs, shared, map(bool, first_bytes), strict=True):
         sent = sent_side(work, axis_size, piece, whole) if work.collective == "all_gather" else None
         near = {
             operand: side == operand
-            or side_bytes(piece, operand) <= (room_bytes if several and operand == sent else little_bytes)
+            or side_bytes(piece, operand) <= (read_often_bytes if operand == sent else little_bytes)
             for operand in SIDES
         }
         if sent is not None and not found and not hardware.receives_on_chip:

@@ -113,8 +113,61 @@ def test_what_several_dots_read_arrives_there_if_it_fits_beside_what_is_held() -
     assert near(1) == ((False, True),)
     assert near(2) == ((True, True), (True, True))
     assert near(2, receives_on_chip=False) == ((False, True), (True, True))
-    # Beside the 2e6 bytes of both w, a half of the room is too little.
-    assert near(2, on_chip_bytes=5.9e6) == ((False, True), (False, True))
+    # Beside the 2e6 bytes of both w, a third of the room is enough.
+    assert near(2, on_chip_bytes=8e6) == ((True, True), (True, True))
+    assert near(2, on_chip_bytes=8e6 - 1) == ((False, True), (False, True))
+    # With no room for any w, of 40e6 bytes, an eleventh.
+    whole, piece = (dataclasses.replace(each, n=20_000) for each in (whole, piece))
+    assert near(2, on_chip_bytes=22e6) == ((True, False), (True, False))
+    assert near(2, on_chip_bytes=22e6 - 1) == ((False, False), (False, False))
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "dtype", "arrives"),
+    [
+        (256, 1024, "bfloat16", True),
+        (8, 1024, "bfloat16", True),
+        (12, 1024, "bfloat16", False),
+        (256, 1000, "bfloat16", False),
+        (32, 1024, "int8", True),
+        (16, 1024, "int8", False),
+    ],
+)
+def test_what_arrives_in_main_memory_is_fetched_if_it_fills_tiles_but_for_a_step_s_first_dot(
+    m: int, k: int, dtype: str, arrives: bool
+) -> None:
+    """x[4·m·pieces, k] gathered on rows, times w[k, 512], on a chip on which nothing arrives."""
+    hardware = dataclasses.replace(ROOM, on_chip_bytes=100e6, receives_on_chip=False)
+    for pieces in (1, 2, 4):
+        whole = Matmul(m=4 * m * pieces, k=k, n=512, dtype=dtype)
+        piece = dataclasses.replace(whole, m=m)
+        work = gathers(whole, piece, directions=min(pieces, 2), rings=max(1, pieces // 2))
+        found = on_chip(work, 4, hardware)
+        assert found.arriving == ("lhs" if arrives else None)
+        assert found.near == ((arrives, True),)
+        assert on_chip(work, 4, ROOM).arriving is None
+        near_s, far_s = (
+            matmul_s(piece, hardware, lhs_on_chip=lhs, rhs_on_chip=True) for lhs in (True, False)
+        )
+        first = far_s + (pieces - 1) * (near_s if arrives else far_s)
+        slow = dataclasses.replace(hardware, link_bytes_per_s=1e15, results_on_chip=0.0)
+        priced = estimate(dataclasses.replace(work, shard_bytes=0), Axis(slow, 4))
+        waited_s = whole.rhs_bytes / hardware.hbm_bytes_per_s
+        assert priced.partials_s == pytest.approx(4 * first + waited_s, rel=0.02)
+
+
+def test_strips_of_what_is_contracted_are_cut_where_tiles_begin() -> None:
+    """w[4096, 1920] gathered along K: four strips of 480 columns are cut where tiles begin, eight are not."""
+    hardware = dataclasses.replace(ROOM, on_chip_bytes=100e6, receives_on_chip=False)
+    whole = Matmul(m=256, k=4096, n=1920)
+    for n, arriving in ((480, "rhs"), (240, None)):
+        work = dataclasses.replace(
+            gather(directions=2, rings=2),
+            shard_bytes=whole.rhs_bytes / 4,
+            matmuls=(whole,),
+            piece=(dataclasses.replace(whole, k=1024, n=n),),
+        )
+        assert on_chip(work, 4, hardware).arriving == arriving
 
 
 def test_where_dots_read_no_blocks_of_what_is_on_chip_only_what_is_shared_is_held() -> None:
