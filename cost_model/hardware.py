@@ -49,7 +49,7 @@ class Hardware:
       receives_on_chip: whether what collectives bring may arrive in that memory.
       fetches_shards: whether a whole shard that a step's only dot contracts is brought there before it.
       fetches_sums: whether a partial sum that is added to by turns with others is brought there beside their
-        dots, where sums do not stay.
+        dots, where sums do not stay; and pieces of shards that have arrived elsewhere are, too.
       cuts_on_chip: whether a dot may read its block of an operand that lies in that memory as a whole.
       between_tiles: how many times as long a scatter's dots take that cut parts of both operands out, of one
         few rows that begin within a tile.

@@ -61,8 +61,8 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     out of, if it fits well beside them; before all of them that, where it is the largest that fits: of it
     even dots that otherwise cut nothing on chip (`Hardware.cuts_on_chip`) read their blocks there. What was
     cut out before the dot is there, if it fits, and so is what travels if it is little, or read by several
-    dots. Where nothing arrives on chip, it is fetched there if it fills tiles, but the first dot of a step
-    does not wait for it (14 compiled rings of v5p: of four pieces three are).
+    dots. Where nothing arrives on chip, the first of them finds it in main memory. Some compilers fetch it if
+    it fills tiles, but for the first of a step's pieces (14 compiled rings of v5p: of four pieces three are).
     """
     shared = [_shared_side(work, axis_size, piece, whole, hardware) for piece, whole in work.pairs]
     first_bytes = _cut_first_bytes(work, axis_size, shared, hardware)
@@ -88,10 +88,10 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
             for operand in SIDES
         }
         if sent is not None and not found and not hardware.receives_on_chip:
-            near[sent] = near[sent] and _fills_tiles(piece, whole, sent)
+            near[sent] = near[sent] and hardware.fetches_sums and _fills_tiles(piece, whole, sent)
             arriving = sent if near[sent] else None
         if sent is not None and _comes_whole(work, hardware) and side_bytes(piece, sent) <= room_bytes:
-            near[sent] = True
+            near[sent], arriving = True, None
         cut = _read_by_blocks(work, axis_size, piece, whole)
         if cut is not None and hardware.network == "torus":
             apart = work.cut != "dot" and piece.batch == whole.batch

@@ -96,6 +96,13 @@ def test_a_whole_shard_that_a_step_s_only_dot_contracts_is_fetched_by_some_compi
     assert placed(gather(), ROOM, on_chip_bytes=2e6, fetches_shards=True) == ((False, True), 0)
     fetching = dataclasses.replace(ROOM, on_chip_bytes=2e6, fetches_shards=True, receives_on_chip=False)
     assert placed(gather(), fetching) == ((False, True), 0)
+    assert on_chip(gather(), 4, fetching).arriving is None
+    whole = Matmul(m=1000, k=4096, n=512)  # whose pieces fill tiles
+    filling = dataclasses.replace(gather(), matmuls=(whole,), piece=(dataclasses.replace(whole, k=1024),))
+    little = dataclasses.replace(fetching, on_chip_bytes=40e6, fetches_sums=True)
+    assert on_chip(filling, 4, little).near[0][1]
+    assert on_chip(filling, 4, little).arriving is None
+    assert on_chip(filling, 4, dataclasses.replace(little, fetches_shards=False)).arriving == "rhs"
     assert placed(gather(), fetching, on_chip_bytes=2e6 - 1) == ((False, False), 0)
     assert placed(gather(chains=2), fetching) == ((False, False), 0)
     assert placed(gather(columns=2), fetching) == ((False, False), 0)
@@ -137,7 +144,7 @@ def test_what_arrives_in_main_memory_is_fetched_if_it_fills_tiles_but_for_a_step
     m: int, k: int, dtype: str, arrives: bool
 ) -> None:
     """x[4·m·pieces, k] gathered on rows, times w[k, 512], on a chip on which nothing arrives."""
-    hardware = dataclasses.replace(ROOM, on_chip_bytes=100e6, receives_on_chip=False)
+    hardware = dataclasses.replace(ROOM, on_chip_bytes=100e6, receives_on_chip=False, fetches_sums=True)
     for pieces in (1, 2, 4):
         whole = Matmul(m=4 * m * pieces, k=k, n=512, dtype=dtype)
         piece = dataclasses.replace(whole, m=m)
@@ -146,6 +153,8 @@ def test_what_arrives_in_main_memory_is_fetched_if_it_fills_tiles_but_for_a_step
         assert found.arriving == ("lhs" if arrives else None)
         assert found.near == ((arrives, True),)
         assert on_chip(work, 4, ROOM).arriving is None
+        waits = on_chip(work, 4, dataclasses.replace(hardware, fetches_sums=False))
+        assert (waits.arriving, waits.near) == (None, ((False, True),))
         near_s, far_s = (
             matmul_s(piece, hardware, lhs_on_chip=lhs, rhs_on_chip=True) for lhs in (True, False)
         )
@@ -158,7 +167,7 @@ def test_what_arrives_in_main_memory_is_fetched_if_it_fills_tiles_but_for_a_step
 
 def test_strips_of_what_is_contracted_are_cut_where_tiles_begin() -> None:
     """w[4096, 1920] gathered along K: four strips of 480 columns are cut where tiles begin, eight are not."""
-    hardware = dataclasses.replace(ROOM, on_chip_bytes=100e6, receives_on_chip=False)
+    hardware = dataclasses.replace(ROOM, on_chip_bytes=100e6, receives_on_chip=False, fetches_sums=True)
     whole = Matmul(m=256, k=4096, n=1920)
     for n, arriving in ((480, "rhs"), (240, None)):
         work = dataclasses.replace(
