@@ -192,6 +192,9 @@ class PlainChain:
             dtype=self.dtype,
             accumulator=_accumulator(self.dtype),
             apart_bytes=sum(dot.copied_bytes for dot in self.dots),
+            right_apart_bytes=sum(
+                dot.copied_bytes for dot in self.dots if dot.cut == "n" and self.pattern == "dot_psum"
+            ),
             rows=tuple(CutRows(of.lhs_bytes, of.m, dtype_bytes(of.dtype)) for of in rows),
             sums_whole=self.pattern == "dot_reduce_scatter" and sums_whole(self.dtype, axis),
         )

@@ -158,8 +158,10 @@ def scatter_sizes(
     """What prices ask of a scatter, or of a psum's, with its dots."""
     scattered = flow.aval(flow.ops[chain.collective.op].inputs[0])
     cut = across(flow, chain)
-    blocked = [(flow.avals[operand], dim) for operand, dim in cut_once(flow, chain.body).items()]
-    rows = (aval for aval, dim in blocked if dim == 0 and aval.ndim > 1)
+    blocked = cut_once(flow, chain.body)
+    rows = (flow.avals[value] for value, dim in blocked.items() if dim == 0 and flow.avals[value].ndim > 1)
+    right = {flow.ops[dot.op].inputs[1] for dot in chain.dots}
+    apart_bytes = {value: flow.bytes_of(value) for value, dim in blocked.items() if dim}
     scatters = chain.collective.kind == "reduce_scatter"
 
     @functools.cache
@@ -171,7 +173,10 @@ def scatter_sizes(
         elements=scattered.size,
         dtype=scattered.dtype.name,
         accumulator=accumulator_dtype(scattered.dtype).name,
-        apart_bytes=sum(aval.size * aval.dtype.itemsize for aval, dim in blocked if dim),
+        apart_bytes=sum(apart_bytes.values()),
+        right_apart_bytes=0
+        if scatters
+        else sum(size for value, size in apart_bytes.items() if value in right),
         rows=tuple(
             CutRows(aval.size * aval.dtype.itemsize, aval.shape[0], aval.dtype.itemsize) for aval in rows
         ),

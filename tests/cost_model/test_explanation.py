@@ -154,13 +154,20 @@ class TestTerms:
         assert difference_s == pytest.approx(copied_s)
 
     @pytest.mark.parametrize("name", [name for name in names() if by_name(name).network == "torus"])
-    def test_tpus_read_them_where_they_are(self, name: str) -> None:
+    def test_tpus_read_a_psum_s_where_they_are_unless_chunks_share_them(self, name: str) -> None:
         axis = Axis(by_name(name), 8)
-        rows, columns = (
-            works(chain_of("dot_reduce_scatter", 4096, 4096, 4096, cut=cut), Form(), axis)[0]
-            for cut in ("m", "n")
-        )
-        assert columns.apart_bytes == rows.apart_bytes
+
+        def copied_bytes(pattern: Any, form: Form) -> float:
+            """What is copied of columns, above what is added up of them and of rows alike."""
+            columns, rows = (
+                works(chain_of(pattern, 4096, 4096, 4096, cut=cut), form, axis)[0] for cut in ("n", "m")
+            )
+            return columns.apart_bytes - rows.apart_bytes
+
+        a_block_bytes = 2 * 4096 * 4096 * 2 / 8
+        assert copied_bytes("dot_psum", Form()) == 0
+        assert copied_bytes("dot_psum", Form(columns=2)) == a_block_bytes / 2
+        assert copied_bytes("dot_reduce_scatter", Form()) == a_block_bytes
 
     @pytest.mark.parametrize(
         ("m", "dtype", "hardware", "whole"),
