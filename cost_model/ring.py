@@ -132,9 +132,11 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
         return _halfway_estimate(work, axis, fetched=fetched)
     hardware = axis.hardware
     hops = axis.size - 1
-    turned = _turned(work, axis)
-    if not turned:
-        work = _padded(work, axis)
+    ragged = _ragged(work, axis)
+    # Laid out by columns, and turned round, where additions are no part of the dots (v4, v5e, v5p).
+    turned = ragged and not work.fused and hardware.matmul_tile[2] <= LANES
+    if ragged and not turned:
+        work = _padded(work, hardware)
     copy_s = copies_s(work, axis.size, hardware, cut_out=cut_out)
     placed = on_chip(work, axis.size, hardware)
     dots = work.dots * (hardware.between_tiles if few_rows_between_tiles(work, axis.size) else 1.0)
@@ -224,24 +226,15 @@ def _halfway_estimate(work: RingWork, axis: Axis, *, fetched: bool) -> Estimate:
 
 
 def _ragged(work: RingWork, axis: Axis) -> bool:
-    return work.collective == "reduce_scatter" and blocks_of(work, axis.size) == "ragged columns"
+    """Whether a TPU scatters columns that are no whole tiles."""
+    if axis.hardware.network != "torus" or work.collective != "reduce_scatter":
+        return False
+    return blocks_of(work, axis.size) == "ragged columns"
 
 
-def _turned(work: RingWork, axis: Axis) -> bool:
-    """Whether products of columns that are no whole tiles are laid out by columns, to be turned round.
-
-    Where additions are no part of the dots, and the matrix unit is no wider than a tile (v4, v5e, v5p).
-    """
-    hardware = axis.hardware
-    narrow = hardware.network == "torus" and hardware.matmul_tile[2] <= LANES
-    return narrow and not work.fused and _ragged(work, axis)
-
-
-def _padded(work: RingWork, axis: Axis) -> RingWork:
-    """Columns that are no whole tiles fill them up, where they are not turned round."""
-    if axis.hardware.network != "torus" or not _ragged(work, axis):
-        return work
-    width = axis.hardware.matmul_tile[2]
+def _padded(work: RingWork, hardware: Hardware) -> RingWork:
+    """The same rings, whose pieces' columns fill tiles."""
+    width = hardware.matmul_tile[2]
     piece = (dataclasses.replace(each, n=-(-each.n // width) * width) for each in work.piece)
     return dataclasses.replace(work, piece=tuple(piece))
 
