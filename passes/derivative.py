@@ -197,22 +197,20 @@ def _transpose(
     return [None] * sum(counts) + [ct if ad.is_undefined_primal(t) else None for ct, t in pulled]
 
 
-def _batch(values: Sequence[Any], dims: Sequence[Any], **params: Any) -> tuple[list[Any], list[int]]:
+def _batch(
+    axis_data: Any, values: Sequence[Any], dims: Sequence[Any], **params: Any
+) -> tuple[list[Any], list[int]]:
     axes = [dim if isinstance(dim, int) else None for dim in dims]
-    size = next(value.shape[axis] for value, axis in zip(values, axes, strict=True) if axis is not None)
     fixed_axes = tuple(_split(axes, params["counts"])[:2])
-
-    def batched(function: Map) -> Map:
-        return jax.vmap(function, in_axes=(*fixed_axes, 0), axis_size=size)  # type: ignore[no-any-return]
-
+    batched = partial(shims.vmap_over(axis_data), in_axes=(*fixed_axes, 0))
+    size = axis_data.size
     residuals, primals, tangents = _split(values, params["counts"])
     tangents = [
         jnp.broadcast_to(tangent, (size, *tangent.shape)) if axis is None else jnp.moveaxis(tangent, axis, 0)
         for tangent, axis in zip(tangents, _split(axes, params["counts"])[2], strict=True)
     ]
-    push, pull = batched(params["push"]), batched(params["pull"])
-    types = jax.make_jaxpr(push)(residuals, primals, tangents).out_avals
-    results = _linear(push, pull, residuals, primals, tangents, list(types))
+    types = [shims.batched_type(axis_data, aval) for aval in params["types"]]
+    results = _linear(batched(params["push"]), batched(params["pull"]), residuals, primals, tangents, types)
     return results, [0] * len(results)
 
 
@@ -221,4 +219,4 @@ _linear_p.def_abstract_eval(lambda *_, types, **__: list(types))
 mlir.register_lowering(_linear_p, mlir.lower_fun(_apply, multiple_results=True))
 ad.primitive_jvps[_linear_p] = _jvp
 ad.primitive_transposes[_linear_p] = _transpose
-batching.primitive_batchers[_linear_p] = _batch
+batching.fancy_primitive_batchers[_linear_p] = _batch

@@ -12,11 +12,12 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import jax
 from jax import lax
-from jax._src import source_info_util
+from jax._src import core, source_info_util
 from jax._src.mesh import get_concrete_mesh
 from jax.extend import core as jex_core
 from jax.extend.core import primitives
@@ -215,6 +216,20 @@ def _invarying_primitive() -> jex_core.Primitive:
 
 
 _INVARYING = _invarying_primitive()
+
+
+def vmap_over(axis_data: Any) -> Callable[..., Any]:
+    """``jax.vmap`` over the axis of which a rule for batching is told, with its name and mesh axes.
+
+    The public rules are told of its size alone.
+    """
+    name = {} if axis_data.name is core.no_axis_name else {"axis_name": axis_data.name}
+    return partial(jax.vmap, axis_size=axis_data.size, spmd_axis_name=axis_data.spmd_name or None, **name)
+
+
+def batched_type(axis_data: Any, aval: Any) -> Any:
+    """The type of a value with that axis in front, sharded and varying as before: no public way keeps it."""
+    return core.unmapped_aval(axis_data.size, 0, aval, axis_data.explicit_mesh_axis)
 
 
 def barrier(*values: Any) -> tuple[Any, ...]:
