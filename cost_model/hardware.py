@@ -44,10 +44,11 @@ class Hardware:
         the next.
       results_on_chip: the part of that memory which the results of partial matmuls may fill, together with
         what is held there, to be put together in it.
-      placing_on_chip: how many times as long as writing it to main memory it takes to put rows of a result
-        into their place in that memory, beside the matmul that makes them.
+      places_slowly: whether a matmul that puts its result into its place in that memory takes as long as one
+        that writes it to main memory.
       receives_on_chip: whether what collectives bring may arrive in that memory.
-      fetches_shards: whether a whole shard that a step's only dot contracts is brought there before it.
+      fetches_shards: whether a shard is brought there before its dot: one that takes little room, and a whole
+        one that a step's only dot contracts.
       fetches_sums: whether a partial sum that is added to by turns with others is brought there beside their
         dots, where sums do not stay; and pieces of shards that have arrived elsewhere are, too.
       cuts_on_chip: whether a dot may read its block of an operand that lies in that memory as a whole.
@@ -98,7 +99,7 @@ class Hardware:
     on_chip_bytes: float
     accumulator_on_chip_bytes: float = 0.0
     results_on_chip: float = 0.0
-    placing_on_chip: float = 0.0
+    places_slowly: bool = False
     receives_on_chip: bool = True
     fetches_shards: bool = False
     fetches_sums: bool = False
@@ -141,7 +142,7 @@ class Hardware:
                 raise ValueError(
                     f"hardware {self.name!r}: {field} must be positive and finite, got {value!r}"
                 )
-        not_negative = ("accumulator_on_chip_bytes", "results_on_chip", "placing_on_chip", "copy_overhead_s")
+        not_negative = ("accumulator_on_chip_bytes", "results_on_chip", "copy_overhead_s")
         for field in (*not_negative, "slicing", "clock_hz", "dcn_bytes_per_s", "dcn_latency_s"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0):

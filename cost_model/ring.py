@@ -376,7 +376,7 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool)
             matmul_s,
             dataclasses.replace(piece, out_dtype=work.accumulator) if added else piece,
             hardware,
-            result_on_chip=(added and sum_after) or grows,
+            result_on_chip=sum_after if added else grows and not hardware.places_slowly,
             accumulator=work.accumulator if added and not hardware.lone_matmuls else None,
             accumulator_on_chip=added and sum_before,
         )
@@ -389,6 +389,4 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool)
         total_s += slowness * near_s
         if added:
             total_s += adding_s(piece.batch * piece.m * piece.n * width, hardware)
-        if grows and piece.k == whole.k:
-            total_s += hardware.placing_on_chip * piece.result_bytes / hardware.hbm_bytes_per_s
     return total_s

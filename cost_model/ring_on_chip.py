@@ -61,7 +61,8 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     out of, if it fits well beside them; before all of them that, where it is the largest that fits: of it
     even dots that otherwise cut nothing on chip (`Hardware.cuts_on_chip`) read their blocks there. What was
     cut out before the dot is there, if it fits, and so is what travels if it is little, or read by several
-    dots. Where nothing arrives on chip, the first of them finds it in main memory. Some compilers fetch it if
+    dots. Where nothing arrives on chip, the first of them finds it in main memory, but for whole shards that
+    the compiler fetches (7x, of 60 compiled rings: all up to 2 MB beside room for them). Others fetch it if
     it fills tiles, but for the first of a step's pieces (14 compiled rings of v5p: of four pieces three are).
     """
     shared = [_shared_side(work, axis_size, piece, whole, hardware) for piece, whole in work.pairs]
@@ -87,7 +88,8 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
             or side_bytes(piece, operand) <= (read_often_bytes if operand == sent else little_bytes)
             for operand in SIDES
         }
-        if sent is not None and not found and not hardware.receives_on_chip:
+        fetched = hardware.fetches_shards and work.columns == 1
+        if sent is not None and not (found or fetched or hardware.receives_on_chip):
             near[sent] = near[sent] and hardware.fetches_sums and _fills_tiles(piece, whole, sent)
             arriving = sent if near[sent] else None
         if sent is not None and _comes_whole(work, hardware) and side_bytes(piece, sent) <= room_bytes:
@@ -221,18 +223,19 @@ def _grow(work: RingWork, held_bytes: float, hardware: Hardware) -> tuple[bool, 
     """Which of a gather's results are put together on chip: the last ones that fit beside what is held.
 
     Those of rows or of a batch's matrices (v6e, 2 to 42 MB: such rings were priced 1.1 to 1.5 times as long
-    as they took), and those of sums that stay there, if each piece has its own: those of one sum for all
-    pieces its last dot was seen to write to main memory itself.
+    as they took), and those of sums that stay there, if each piece has its own, or each column of joined
+    pieces: those of one sum for all pieces its last dot was seen to write to main memory itself.
     """
     none = (False,) * len(work.matmuls)
-    if work.collective != "all_gather" or work.joined:
+    if work.collective != "all_gather":
         return none
     placed = all(
         piece.k == whole.k and (piece.m < whole.m or piece.batch < whole.batch) for piece, whole in work.pairs
     )
-    apart = work.accumulators > 1 and all(piece.k < whole.k for piece, whole in work.pairs)
+    several = work.accumulators > 1 or (work.joined and work.columns > 1)
+    apart = several and all(piece.k < whole.k for piece, whole in work.pairs)
     sum_bytes = sum(p.batch * p.m * p.n for p in work.piece) * dtype_bytes(work.accumulator)
-    if not (placed or (apart and sums_stay(work, sum_bytes, held_bytes, hardware))):
+    if not ((placed and not work.joined) or (apart and sums_stay(work, sum_bytes, held_bytes, hardware))):
         return none
     room_bytes = hardware.results_on_chip * hardware.on_chip_bytes - held_bytes
     found: list[bool] = []

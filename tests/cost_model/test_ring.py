@@ -654,12 +654,11 @@ def test_results_that_grow_on_the_chip_leave_it_at_the_end() -> None:
     brought_s, waited_s = 8e-3, 2e-3
     near_s = matmul_s(_M, _PLAIN, rhs_on_chip=True, result_on_chip=True)
     assert estimate(work, Axis(growing, 4)).partials_s == pytest.approx(waited_s + 8 * near_s + brought_s)
-    placing = dataclasses.replace(growing, placing_on_chip=2.0)
-    placed_s = 2.0 * _M.result_bytes / 1e9
-    slower_s = waited_s + 8 * (near_s + placed_s) + brought_s
+    far_s = matmul_s(_M, _PLAIN, rhs_on_chip=True)
+    placing = dataclasses.replace(growing, places_slowly=True)
+    slower_s = waited_s + 8 * far_s + brought_s
     assert estimate(work, Axis(placing, 4)).partials_s == pytest.approx(slower_s)
     too_small = dataclasses.replace(growing, results_on_chip=0.99)
-    far_s = matmul_s(_M, _PLAIN, rhs_on_chip=True)
     assert estimate(work, Axis(too_small, 4)).partials_s == pytest.approx(waited_s + 8 * far_s)
 
 

@@ -108,6 +108,14 @@ def test_a_whole_shard_that_a_step_s_only_dot_contracts_is_fetched_by_some_compi
     assert placed(gather(columns=2), fetching) == ((False, False), 0)
 
 
+def test_little_shards_are_fetched_by_some_compilers_unless_they_are_cut_into_columns() -> None:
+    """Pieces of 5e5 bytes where 1e6 may be there beside x, which is held."""
+    fetching = dataclasses.replace(ROOM, on_chip_bytes=X_BYTES + 16e6, receives_on_chip=False)
+    for fetches, columns, near in ((True, 1, True), (False, 1, False), (True, 2, False)):
+        hardware = dataclasses.replace(fetching, fetches_shards=fetches)
+        assert placed(gather(chains=2, columns=columns), hardware)[0] == (True, near)
+
+
 def test_what_several_dots_read_arrives_there_if_it_fits_beside_what_is_held() -> None:
     """x[4000, 1000] gathered on rows, times two of w[1000, 500]: shards of 2e6 bytes, 1e6 of each w."""
     whole = Matmul(m=4000, k=1000, n=500)
@@ -298,15 +306,25 @@ def test_results_of_a_batch_grow_there_as_rows_do() -> None:
     assert on_chip(work, 4, dataclasses.replace(roomy, results_on_chip=share - 0.01)).results == (False,)
 
 
-@pytest.mark.parametrize(("accumulators", "grow"), [(2, True), (1, False)])
-def test_results_of_sums_grow_there_if_each_piece_has_its_own_and_they_stay(
-    accumulators: int, grow: bool
+@pytest.mark.parametrize(
+    ("form", "grow"),
+    [
+        ({"accumulators": 2}, True),
+        ({"accumulators": 1}, False),
+        ({"joined": True}, False),
+        ({"columns": 2}, False),
+        ({"joined": True, "columns": 2}, True),
+    ],
+)
+def test_results_of_sums_grow_there_if_each_piece_or_joined_column_has_its_own_and_they_stay(
+    form: dict[str, Any], grow: bool
 ) -> None:
     """Results of 1e6 bytes, sums of 2e6 each."""
-    work = gather(directions=2, accumulators=accumulators)
+    work = gather(directions=2, **form)
     roomy = dataclasses.replace(ROOM, accumulator_on_chip_bytes=4e6, results_on_chip=1.0, on_chip_bytes=1e8)
     assert on_chip(work, 4, roomy).results == (grow,)
-    assert on_chip(work, 4, dataclasses.replace(roomy, accumulator_on_chip_bytes=3.9e6)).results == (False,)
+    little = dataclasses.replace(roomy, accumulator_on_chip_bytes=2e6 * work.accumulators - 1)
+    assert on_chip(work, 4, little).results == (False,)
 
 
 def test_what_a_batch_s_dots_read_by_blocks_is_held_before_all_else() -> None:
