@@ -166,7 +166,7 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
         halved_s = max(max(dots_s, wire_s / 2) + dots_s / 2, wire_s) + dots_s / 2
         overlapped_s -= step_s + dots_s - halved_s
 
-    waited_s = _waited_s(work, placed, hardware, fetched=fetched, spare_s=step_s - add_s - partial_s)
+    waited_s = _waited_s(work, placed, hardware, fetched=fetched, first_s=partial_s, wire_s=step_s - add_s)
     if not fetched:
         waited_s += _late_s(work, placed, axis)
     dot_s, collective_s = _as_written_s(work, axis)
@@ -212,7 +212,7 @@ def _halfway_estimate(work: RingWork, axis: Axis, *, fetched: bool) -> Estimate:
     beside_s = functools.partial(_beside_s, work) if hardware.overlaps else operator.add
     besides_s = map(beside_s, dots_s, wires_s)
     ring_s = sum(besides_s) + cut_s + dots_s[-1]
-    waited_s = _waited_s(work, placed, hardware, fetched=fetched, spare_s=wires_s[0] - dots_s[0])
+    waited_s = _waited_s(work, placed, hardware, fetched=fetched, first_s=dots_s[0], wire_s=wires_s[0])
     dot_s, collective_s = _as_written_s(work, axis)
     return Estimate(
         dot_s=dot_s,
@@ -259,16 +259,23 @@ def _piece_bytes(work: RingWork, hardware: Hardware) -> float:
     return shard_bytes / (work.chains * work.columns)
 
 
-def _waited_s(work: RingWork, placed: OnChip, hardware: Hardware, *, fetched: bool, spare_s: float) -> float:
-    """Seconds before the first dot and after the last.
+def _waited_s(
+    work: RingWork, placed: OnChip, hardware: Hardware, *, fetched: bool, first_s: float, wire_s: float
+) -> float:
+    """Seconds before the first dot and after the last, and between those of the first step.
 
-    The first dot waits for what is held on chip, unless that is fetched beside another ring. The hop beside
-    it is on its way meanwhile, and takes ``spare_s`` longer than the dot. Results that grow on chip are
-    brought out at the end.
+    Dots wait for what is held on chip, unless that is fetched beside another ring: those of several matmuls
+    each for its own, which is fetched while the others' run. The hop beside the first step's dots, which take
+    ``first_s``, is on its way meanwhile, and takes ``wire_s``. Results that grow on chip are brought out at
+    the end.
     """
-    waits = hardware.network == "torus" and not fetched
-    fetch_s = placed.awaited_bytes / hardware.hbm_bytes_per_s if waits else 0.0
-    waited_s = max(entering_s(work, hardware), fetch_s - max(0.0, spare_s))
+    fetch_s = 0.0
+    if hardware.network == "torus" and not fetched:
+        first_bytes, *later_bytes = placed.awaited_bytes
+        beside_s = first_s * len(later_bytes) / (1 + len(later_bytes))
+        fetch_s = first_bytes / hardware.hbm_bytes_per_s
+        fetch_s += max(0.0, sum(later_bytes) / hardware.hbm_bytes_per_s - beside_s)
+    waited_s = max(entering_s(work, hardware), fetch_s - max(0.0, wire_s - first_s))
     grown = zip(work.matmuls, placed.results, strict=True)
     waited_s += sum(whole.result_bytes for whole, grows in grown if grows) / hardware.hbm_bytes_per_s
     return waited_s
@@ -276,7 +283,7 @@ def _waited_s(work: RingWork, placed: OnChip, hardware: Hardware, *, fetched: bo
 
 def _late_s(work: RingWork, placed: OnChip, axis: Axis) -> float:
     """By how much a scatter's dots take longer while an operand of which each takes a strip is fetched."""
-    if work.collective != "reduce_scatter" or not placed.awaited_bytes:
+    if work.collective != "reduce_scatter" or not any(placed.awaited_bytes):
         return 0.0
     dots, total_s = axis.size * work.dots, 0.0
     for (piece, whole), near in zip(work.pairs, placed.near, strict=True):

@@ -7,6 +7,7 @@ differ.
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,7 +42,7 @@ class OnChip:
     Attributes:
       near: of every matmul's pieces, the operands.
       held_bytes: of the operands that are held there throughout.
-      awaited_bytes: those of them that the first dot waits for.
+      awaited_bytes: of them what the first dot of each matmul waits for; of a scatter the first of all.
       results: of every matmul, whether a gather's result grows there until the end.
       arriving: the operand of which the first of a step's dots finds its piece in main memory, where it has
         just arrived, while those of the other pieces are fetched beside it; None where there is none.
@@ -49,7 +50,7 @@ class OnChip:
 
     near: tuple[Near, ...]
     held_bytes: float
-    awaited_bytes: float
+    awaited_bytes: tuple[float, ...]
     results: tuple[bool, ...]
     arriving: Side | None = None
 
@@ -105,7 +106,13 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
                 held_bytes += needed_bytes
                 room_bytes -= needed_bytes
         found.append((near["lhs"], near["rhs"]))
-    awaited_bytes = 0.0 if _fits_beside(work, held_bytes, hardware) else held_bytes
+    if _fits_beside(work, held_bytes, hardware):
+        awaited_bytes = (0.0,)
+    elif work.collective == "all_gather":
+        wholes_bytes = map(side_bytes, work.matmuls, shared)
+        awaited_bytes = tuple(map(operator.add, first_bytes, wholes_bytes))
+    else:
+        awaited_bytes = (held_bytes,)
     return OnChip(tuple(found), held_bytes, awaited_bytes, _grow(work, held_bytes, hardware), arriving)
 
 

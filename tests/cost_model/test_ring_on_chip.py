@@ -365,7 +365,7 @@ def held_after(before_bytes: float | None, *, rows: int = 500, stays: bool = Fal
     # x, from which the blocks are cut, is not to come first.
     work = dataclasses.replace(work, piece=(piece,), cut="apart")
     found = on_chip(work, 4, dataclasses.replace(ROOM, on_chip_bytes=6e6))
-    return found.held_bytes, found.awaited_bytes
+    return found.held_bytes, sum(found.awaited_bytes)
 
 
 def test_what_fits_beside_what_the_ring_before_holds_is_not_awaited() -> None:
