@@ -65,6 +65,8 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     dots. Where nothing arrives on chip, the first of them finds it in main memory, but for whole shards that
     the compiler fetches (7x, of 60 compiled rings: all up to 2 MB beside room for them). Others fetch it if
     it fills tiles, but for the first of a step's pieces (14 compiled rings of v5p: of four pieces three are).
+    What is cut out for all columns of a gather, of an operand that does not fit, takes what room shards that
+    arrive leave (v4, v5e, v6e: of 16 compiled rings 9 took 1.1 to 2 times as long as with sums that stay).
     """
     shared = [_shared_side(work, axis_size, piece, whole, hardware) for piece, whole in work.pairs]
     first_bytes = _cut_first_bytes(work, axis_size, shared, hardware)
@@ -78,6 +80,7 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     little_bytes = beside_bytes(held_bytes, hardware)
     room_bytes = (hardware.on_chip_bytes - held_bytes) / 2
     found: list[Near] = []
+    each_bytes = list(map(operator.add, first_bytes, map(side_bytes, work.matmuls, shared)))
     arriving: Side | None = None
     read_often_bytes = little_bytes
     if len(work.matmuls) > 1 and hardware.network == "torus":
@@ -105,12 +108,15 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
             if near[cut] and not apart and not kept:
                 held_bytes += needed_bytes
                 room_bytes -= needed_bytes
+                each_bytes[len(found)] += needed_bytes
+            crowded = apart and work.columns > 1 and hardware.receives_on_chip
+            if sent is not None and crowded and side_bytes(whole, cut) > hardware.on_chip_bytes:
+                held_bytes = hardware.on_chip_bytes
         found.append((near["lhs"], near["rhs"]))
     if _fits_beside(work, held_bytes, hardware):
         awaited_bytes = (0.0,)
     elif work.collective == "all_gather":
-        wholes_bytes = map(side_bytes, work.matmuls, shared)
-        awaited_bytes = tuple(map(operator.add, first_bytes, wholes_bytes))
+        awaited_bytes = tuple(each_bytes)
     else:
         awaited_bytes = (held_bytes,)
     return OnChip(tuple(found), held_bytes, awaited_bytes, _grow(work, held_bytes, hardware), arriving)

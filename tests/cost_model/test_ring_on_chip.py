@@ -116,6 +116,35 @@ def test_little_shards_are_fetched_by_some_compilers_unless_they_are_cut_into_co
         assert placed(gather(chains=2, columns=columns), hardware)[0] == (True, near)
 
 
+def test_what_is_cut_out_for_all_columns_of_what_does_not_fit_takes_the_room() -> None:
+    small = dataclasses.replace(ROOM, on_chip_bytes=X_BYTES - 1)
+    for columns, cut, hardware, room_is_taken in (
+        (2, "apart", small, True),
+        (2, "early", small, True),
+        (1, "apart", small, False),
+        (2, "dot", small, False),
+        (2, "apart", ROOM, False),
+        (2, "apart", dataclasses.replace(small, receives_on_chip=False), False),
+    ):
+        work = gather(columns=columns, cut=cut)
+        held_bytes = placed(work, hardware)[1]
+        assert (held_bytes == hardware.on_chip_bytes) == room_is_taken
+        assert sums_stay(work, 1e5, held_bytes, hardware) != room_is_taken
+
+
+def test_each_of_several_dots_waits_for_its_own_operand() -> None:
+    """w of 1e6 bytes each, and x of 8e6 of which a dot cuts its blocks where it lies."""
+    whole = Matmul(m=4000, k=1000, n=500)
+    work = gathers(whole, dataclasses.replace(whole, m=1000), 2)
+    assert on_chip(work, 4, ROOM).awaited_bytes == (1e6, 1e6)
+    for cuts in (True, False):
+        roomy = dataclasses.replace(ROOM, on_chip_bytes=20e6, cuts_on_chip=cuts)
+        assert on_chip(gather(), 4, roomy).awaited_bytes == (X_BYTES,)
+    assert on_chip(scatter(), 4, dataclasses.replace(ROOM, on_chip_bytes=20e6)).awaited_bytes == (
+        X_BYTES + W_BYTES,
+    )
+
+
 def test_what_several_dots_read_arrives_there_if_it_fits_beside_what_is_held() -> None:
     """x[4000, 1000] gathered on rows, times two of w[1000, 500]: shards of 2e6 bytes, 1e6 of each w."""
     whole = Matmul(m=4000, k=1000, n=500)
