@@ -87,7 +87,7 @@ class Conditions:
     Attributes:
       platform: "cpu", "gpu" or "tpu".
       device_kind: such as "TPU v5p".
-      devices: of all processes together.
+      devices: how many the program runs on, of all processes together.
       process, processes: the index of this process, and how many there are.
       rounds, warmup, traced_rounds: calls of each variant that were timed, not timed, and traced.
     """

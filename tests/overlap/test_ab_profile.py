@@ -120,7 +120,9 @@ def test_a_second_profile_in_the_same_directory_reads_its_own_trace(tmp_path: Pa
 def test_the_table_says_what_was_measured_and_on_what(profiled: tuple[ABReport, Path]) -> None:
     report, directory = profiled
     text = str(report)
-    assert text.startswith("mlp on ")
+    # Of the eight devices that there are.
+    assert text.startswith("mlp on 4 × cpu (cpu)")
+    assert "over 4 devices" in text.replace("\n", " ")
     for words in (
         "HOST EVENTS",
         "communication alone",
@@ -418,6 +420,13 @@ def test_without_a_rewrite_the_report_says_that_the_programs_are_the_same() -> N
     report = quick(function, *arguments())
     assert "None of the 2 collectives is rewritten" in str(report).replace("\n", " ")
     assert "nothing was traced" in str(report)
+
+
+def test_a_program_of_one_device_is_told_as_such() -> None:
+    report = quick(always(jax.jit(jnp.sin)), jax.device_put(jnp.ones(3), jax.devices()[5]))
+    assert report.title == "sin on cpu (cpu)"
+    assert report.conditions.devices == 1
+    assert "Virtual CPU devices" not in str(report)
 
 
 def test_few_rounds_are_told_to_be_too_few() -> None:
