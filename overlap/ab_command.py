@@ -34,7 +34,7 @@ def add_commands(commands: Any) -> None:
         description=(
             "Runs a decorated function and its original in turn, traces both with jax.profiler, and reports "
             "step times, where the time went, the speed-up with its interval, and whether the results agree. "
-            "Exits with 0 if both ran and their results agree, 1 if not, 2 if there is nothing to run."
+            "Exits with 0 if both ran and no result differs, 1 if not, 2 if there is nothing to run."
         ),
         epilog=(
             "TARGET is importable from the current directory. It is a function without arguments that "
