@@ -171,10 +171,13 @@ class Calibration:
         Raises:
           ValueError: the file is none, or (`OtherDevicesError`) of another kind of device; the message says
             what to do.
-          OSError: it cannot be read.
+          OSError: it cannot be read; the message is a sentence.
         """
         try:
             found = cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            # A subclass such as FileNotFoundError stays one.
+            raise type(error)(f"{path} cannot be read as hardware: {error.strerror or error}") from error
         except ValueError as error:
             raise ValueError(
                 f"{path} cannot be used as hardware: {error}. {_AGAIN.format(path=path)}"
@@ -210,6 +213,15 @@ class Calibration:
             beside.unlink(missing_ok=True)
 
 
+SUFFIX: Final = ".json"
+"""How the name of a calibration's file ends, in letters of either case."""
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a text given as hardware is the path of a calibration, not the name of a chip."""
+    return name.lower().endswith(SUFFIX)
+
+
 def hardware_of(name: str | os.PathLike[str], device_kind: str | None = None) -> Hardware:
     """The hardware of a name, or of a calibration's file: a path, or a text that ends in `.json`.
 
@@ -221,7 +233,7 @@ def hardware_of(name: str | os.PathLike[str], device_kind: str | None = None) ->
       ValueError: the name is unknown, or the file of no use; the message says why.
       OSError: the file cannot be read.
     """
-    if not isinstance(name, str) or name.endswith(".json"):
+    if not isinstance(name, str) or is_file_name(name):
         return Calibration.read(name, device_kind).hardware
     try:
         return from_device_kind(name) or by_name(name)

@@ -7,14 +7,19 @@ import importlib
 import inspect
 import os
 import sys
+import traceback
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Final
 
 import jax
 
 from overlap.ab_profile import TRACED_ROUNDS, ab_profile
 from overlap.decorator import Overlapped
-from overlap.output_file import check_writable
+from overlap.output_file import check_directory, check_outputs
+
+FEWEST: Final = {"--rounds": 1, "--warmup": 1, "--traced-rounds": 0}
+"""The least that each option may be."""
 
 
 class TargetError(ValueError):
@@ -29,7 +34,7 @@ def add_commands(commands: Any) -> None:
         description=(
             "Runs a decorated function and its original in turn, traces both with jax.profiler, and reports "
             "step times, where the time went, the speed-up with its interval, and whether the results agree. "
-            "Exits with 0 if both ran and their results agree, 1 if not, 2 if there is nothing to run."
+            "Exits with 0 if both ran and no result differs, 1 if not, 2 if there is nothing to run."
         ),
         epilog=(
             "TARGET is importable from the current directory. It is a function without arguments that "
@@ -60,14 +65,15 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     try:
+        _check_numbers(arguments)
         function, args, kwargs = resolve(arguments.target)
-    except TargetError as error:
+        if jax.process_index() == 0:
+            check_outputs({"--json": arguments.json, "--html": arguments.html})
+        if arguments.trace_dir is not None and arguments.traced_rounds:
+            check_directory(arguments.trace_dir)
+    except ValueError as error:
         print(f"overlap ab: {error}", file=sys.stderr)
         return 2
-    outputs = [path for path in (arguments.json, arguments.html) if path is not None]
-    try:
-        for path in outputs if jax.process_index() == 0 else ():
-            check_writable(path)
     except OSError as error:
         print(f"overlap ab: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
@@ -101,6 +107,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if report.failures or report.agreement.agreed is False else 0
 
 
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    """Refuses numbers of rounds that are too small, in the words of the command line.
+
+    Raises:
+      ValueError: one is.
+    """
+    for option, least in FEWEST.items():
+        number = getattr(arguments, option.removeprefix("--").replace("-", "_"))
+        if number < least:
+            raise ValueError(f"{option} must be {least} at least, not {number}")
+
+
 def resolve(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The decorated function that a target names, and the arguments to call it with.
 
@@ -108,7 +126,8 @@ def resolve(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
       target: ``module:function``; the name may be dotted (``module:Class.method``).
 
     Raises:
-      TargetError: there is no such thing, or it gives no function and arguments.
+      TargetError: there is no such thing, it gives no function and arguments, or it raises; then the message
+        holds the traceback, from the target's own line on.
     """
     module_name, colon, path = target.partition(":")
     if not colon or not module_name or not path:
@@ -129,6 +148,8 @@ def resolve(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         if error.name is not None and (module_name + ".").startswith(error.name + "."):
             raise TargetError(f"there is no module {error.name!r} on Python's path or in {here}") from error
         raise TargetError(f"{module_name} imports {error.name!r}, which is not installed") from error
+    except Exception as error:
+        raise TargetError(_failed(f"importing {module_name}", error)) from error
     for name in path.split("."):
         if not hasattr(found, name):
             raise TargetError(f"{target}: there is no {name!r} in {module_name}")
@@ -167,7 +188,25 @@ def _called(function: Any, what: str) -> Any:
             f"{what} takes arguments ({error}): name a function without, that returns (decorated function, "
             "arguments)"
         ) from error
-    return function()
+    try:
+        return function()
+    except Exception as error:
+        raise TargetError(_failed(what, error)) from error
+
+
+def _failed(what: str, error: Exception) -> str:
+    """What failed, with the error's traceback: without the frames that led to the target's own."""
+    frames = error.__traceback__
+    while frames is not None and _leads_there(frames):
+        frames = frames.tb_next
+    shown = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    return f"{what} failed:\n{shown}"
+
+
+def _leads_there(frame: TracebackType) -> bool:
+    """Whether a frame is this file's, or the importer's."""
+    file = frame.tb_frame.f_code.co_filename
+    return file in (__file__, importlib.__file__) or file.startswith("<frozen importlib")
 
 
 def _tuple(args: Any, what: str) -> tuple[Any, ...]:

@@ -86,10 +86,11 @@ def ab_profile(
     _check_arguments((args, kwargs))
     runs = (Run(ORIGINAL, fn.original, args, kwargs), Run(OVERLAPPED, fn, args, kwargs))
     directory = _own_directory(trace_dir) if traced_rounds else None
-    device = jax.devices()[0]
 
     for run in runs:
         run.compile()
+    devices = _devices(runs)
+    device = devices[0]
     agreement = _warm_up(runs, warmup, device.platform)
     for _ in range(rounds):
         for run in runs:
@@ -101,7 +102,7 @@ def ab_profile(
     seen = {} if trace is None else _seen(trace, runs)
     source = trace.source if trace is not None and seen else None
     variants = [_variant(run, seen.get(run.name), device, source) for run in runs]
-    notes += _honest(source, variants, device.platform, traced_rounds, bool(problem))
+    notes += _honest(source, variants, devices, traced_rounds, bool(problem))
     return ABReport(
         name=str(getattr(fn, "__name__", "")),
         original=variants[0],
@@ -109,7 +110,7 @@ def ab_profile(
         conditions=Conditions(
             platform=device.platform,
             device_kind=device.device_kind,
-            devices=jax.device_count(),
+            devices=len(devices),
             process=jax.process_index(),
             processes=jax.process_count(),
             rounds=rounds,
@@ -172,6 +173,11 @@ def _own_directory(trace_dir: str | os.PathLike[str] | None) -> Path:
 
 
 # Running.
+
+
+def _devices(runs: Sequence[Run]) -> Sequence[Any]:
+    """The devices that the programs run on; all that there are if neither program tells its own."""
+    return next((run.devices for run in runs if run.devices), None) or jax.devices()
 
 
 def _warm_up(runs: Sequence[Run], warmup: int, platform: str) -> Agreement:
@@ -296,13 +302,14 @@ def _rewritten(fn: Overlapped, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def _honest(
-    source: Source | None, variants: Sequence[Variant], platform: str, rounds: int, failed: bool
+    source: Source | None, variants: Sequence[Variant], devices: Sequence[Any], rounds: int, failed: bool
 ) -> Iterator[str]:
     """What the device times are, and what they are not."""
     seen = [v.activity for v in variants if v.activity is not None]
+    platform = devices[0].platform
     if source is not None:
-        devices = "1 device" if seen[0].devices == 1 else f"{seen[0].devices} devices"
-        mean = f"means of the traced rounds over {devices} of this process"
+        count = "1 device" if seen[0].devices == 1 else f"{seen[0].devices} devices"
+        mean = f"means of the traced rounds over {count} of this process"
         if source == "device planes":
             yield f"Times on the device are from the device planes of the trace, {mean}."
         else:
@@ -318,7 +325,7 @@ def _honest(
             if not rounds
             else "No device times: the trace shows no operation of these programs; the wall clock stands."
         )
-    if platform == "cpu" and jax.process_count() == 1 and jax.device_count() > 1:
+    if platform == "cpu" and jax.process_count() == 1 and len(devices) > 1:
         yield (
             "Virtual CPU devices of one process share its cores and memory: these times say nothing about "
             "accelerators or networks."

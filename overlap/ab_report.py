@@ -17,6 +17,7 @@ from overlap.agreement import Agreement
 from overlap.device_activity import Activity, CollectiveActivity
 from overlap.figures_table import figures_table
 from overlap.hlo.timeline import Timeline
+from overlap.output_file import write_text
 from overlap.plain_text import columns, plain_text, printable
 from overlap.profile_events import Source
 from overlap.speedup import FEWEST, Speedup, Spread, spread
@@ -87,7 +88,7 @@ class Conditions:
     Attributes:
       platform: "cpu", "gpu" or "tpu".
       device_kind: such as "TPU v5p".
-      devices: of all processes together.
+      devices: how many the program runs on, of all processes together.
       process, processes: the index of this process, and how many there are.
       rounds, warmup, traced_rounds: calls of each variant that were timed, not timed, and traced.
     """
@@ -265,12 +266,13 @@ class ABReport:
 
         Returns:
           The path.
+
+        Raises:
+          TypeError: ``path`` is no path.
         """
         from overlap.ab_page import page
 
-        path = Path(path)
-        path.write_text(page(self), "utf-8")
-        return path
+        return write_text(path, page(self))
 
 
 # The rows of the table: their names, and their texts.

@@ -15,6 +15,7 @@ from overlap.ab_report import Failure, Stage
 from overlap.agreement import Results
 from overlap.hlo.module import Module
 from overlap.hlo.parse import parse
+from overlap.inspection import devices_of
 from overlap.profile_events import ANNOTATION
 
 T = TypeVar("T")
@@ -29,6 +30,7 @@ class Run:
       function: the jitted function, called and lowered with ``args`` and ``kwargs``.
       times_s, compile_s, failure: as in ``Variant``.
       hlo, module: the compiled program's text, and what was read of it; empty and None where it is not known.
+      devices: those that the compiled program runs on, of all processes; empty where they are not known.
       donates: whether calls delete arguments, as far as is known.
       donated: which leaves of the arguments they delete; None before the first call.
     """
@@ -42,6 +44,7 @@ class Run:
     failure: Failure | None = None
     hlo: str = ""
     module: Module | None = None
+    devices: tuple[Any, ...] = ()
     donates: bool = True
     donated: frozenset[int] | None = None
 
@@ -58,6 +61,9 @@ class Run:
                 self.donates = bool(lowered.donate_argnums)
             with contextlib.suppress(Exception):
                 self.hlo = compiled.as_text() or ""
+            with contextlib.suppress(Exception):
+                shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+                self.devices = tuple(devices_of(shardings))
 
         self._attempt("compilation", body)
         with contextlib.suppress(ValueError):

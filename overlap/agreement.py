@@ -65,11 +65,11 @@ class Agreement:
     """What comparing the results showed.
 
     Attributes:
-      agreed: None if there was nothing to compare.
+      agreed: None if there was nothing to compare, or no finite value among what was.
       sentence: what was found, in words.
       compared: number of arrays compared.
       difference: of the floating-point array that differs most: the norm of the difference by the norm of the
-        array; None where there is no such array.
+        array; None where there is no such array, or none with a finite value.
       tolerance: what that may be; integers and booleans must be equal.
     """
 
@@ -103,7 +103,8 @@ def compare(a: Results, b: Results, tolerance: float) -> Agreement:
 
     Floating-point arrays agree if ``‖x − y‖ ≤ tolerance · ‖x‖`` (Euclidean norms of the finite values) and
     infinities and NaN stand in the same places. Not value by value: one in which large terms cancel, or which
-    an optimiser made of such a one, may be off by any factor in a correct program.
+    an optimiser made of such a one, may be off by any factor in a correct program. Results without any finite
+    value are not called agreement: a program that gives NaN everywhere shows nothing of its rewrite.
     """
     if a.structure != b.structure or a.types != b.types:
         return Agreement(
@@ -112,14 +113,15 @@ def compare(a: Results, b: Results, tolerance: float) -> Agreement:
         )
     if not a.names:
         return Agreement(agreed=None, sentence="The function returns nothing: no results to compare.")
-    compared, most, wrong = 0, None, []
+    compared, blank, most, wrong = 0, 0, None, []
     for name, kind, x, y in zip(a.names, a.types, a.leaves, b.leaves, strict=True):
         where = x.keys() & y.keys()
         compared += bool(where)
-        agreed, difference = _compare_leaf([x[at] for at in where], [y[at] for at in where], tolerance)
-        if difference is not None:
-            most = difference if most is None else max(most, difference)
-        if not agreed:
+        found = _compare_leaf([x[at] for at in where], [y[at] for at in where], tolerance)
+        blank += found.blank
+        if found.difference is not None:
+            most = found.difference if most is None else max(most, found.difference)
+        if not found.agreed:
             wrong.append(f"{name or 'the result'} ({kind})")
     if not compared:
         return Agreement(
@@ -133,16 +135,35 @@ def compare(a: Results, b: Results, tolerance: float) -> Agreement:
             f"Results do NOT agree: {', '.join(wrong[:3])}{more} differ beyond rounding "
             f"(tolerance {tolerance:.0e}; integers must be equal)."
         )
-    elif most is None:
-        sentence = f"Results agree: {arrays} compared, all equal."
-    else:
+    elif blank == compared:
         sentence = (
-            f"Results agree: {arrays} compared, relative difference at most {most:.1e} "
-            f"(tolerance {tolerance:.0e})."
+            f"No finite value was compared: {arrays} of NaN and infinities alone, in the same places in both "
+            "variants. Give arguments for which the results are finite."
         )
+    else:
+        agree = "all equal" if most is None else f"relative difference at most {most:.1e}"
+        within = "" if most is None else f" (tolerance {tolerance:.0e})"
+        without = f"; {blank} of them without a finite value" if blank else ""
+        sentence = f"Results agree: {arrays} compared, {agree}{within}{without}."
+    agreed = None if blank == compared and not wrong else not wrong
     return Agreement(
-        agreed=not wrong, sentence=sentence, compared=compared, difference=most, tolerance=tolerance
+        agreed=agreed, sentence=sentence, compared=compared, difference=most, tolerance=tolerance
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """What comparing one array showed: ``difference`` as in ``Agreement``.
+
+    Attributes:
+      agreed: whether it is the same to rounding.
+      difference: None if it holds no floats, or none that are finite.
+      blank: whether it holds values, and none that is finite.
+    """
+
+    agreed: bool
+    difference: float | None = None
+    blank: bool = False
 
 
 def _shards(leaf: Any) -> Shards:
@@ -160,19 +181,21 @@ def _shards(leaf: Any) -> Shards:
     return found
 
 
-def _compare_leaf(xs: list[Any], ys: list[Any], tolerance: float) -> tuple[bool, float | None]:
-    """Whether the parts of an array agree, and their relative difference (None: no floats)."""
+def _compare_leaf(xs: list[Any], ys: list[Any], tolerance: float) -> _Leaf:
+    """Compares the parts of an array."""
     if not xs or not jnp.issubdtype(xs[0].dtype, np.inexact):
-        return all(np.array_equal(x, y) for x, y in zip(xs, ys, strict=True)), None
+        return _Leaf(all(np.array_equal(x, y) for x, y in zip(xs, ys, strict=True)))
     wide: Any = np.complex128 if jnp.issubdtype(xs[0].dtype, np.complexfloating) else np.float64
     x, y = (np.concatenate([part.ravel().astype(wide) for part in parts]) for parts in (xs, ys))
     finite = np.isfinite(x) & np.isfinite(y)
     # Infinities and NaN must be equal to the letter: rounding makes none.
     agreed = np.array_equal(x[~finite], y[~finite], equal_nan=True)
+    if x.size and not finite.any():
+        return _Leaf(agreed, blank=True)
     x, y = x[finite], y[finite]
     norm, apart = float(np.linalg.norm(x)), float(np.linalg.norm(x - y))
     difference = apart / norm if norm else (float("inf") if apart else 0.0)
-    return agreed and difference <= tolerance, difference
+    return _Leaf(agreed and difference <= tolerance, difference)
 
 
 def _tree(results: Results) -> str:

@@ -8,9 +8,9 @@ import sys
 from contextlib import nullcontext
 from typing import Any, Final
 
-from cost_model.calibration import Calibration
+from cost_model.calibration import SUFFIX, Calibration, is_file_name
 from overlap.calibration import calibrate
-from overlap.output_file import check_writable
+from overlap.output_file import check_outputs
 from overlap.plain_text import PIPE_COLUMNS, columns, wrapped
 from overlap.progress_bar import progress_bar
 from overlap.units import digits, duration, percent
@@ -37,7 +37,9 @@ def add_commands(commands: Any) -> None:
             "more."
         ),
     )
-    parser.add_argument("--out", metavar="FILE", help="where the JSON goes (default: stdout)")
+    parser.add_argument(
+        "--out", metavar="FILE", help=f"where the JSON goes; its name ends in {SUFFIX} (default: stdout)"
+    )
     parser.add_argument("--quick", action="store_true", help="fewer shapes and rounds: seconds, not minutes")
     parser.add_argument(
         "--mesh", metavar="SHAPE", help="devices along each axis to measure, such as 2x4 (default: one axis)"
@@ -55,10 +57,11 @@ def run(arguments: argparse.Namespace) -> int:
 
     try:
         mesh_shape = _mesh(arguments.mesh)
+        _check_name(arguments.out)
         _join(arguments)
         main = jax.process_index() == 0
-        if main and arguments.out is not None:
-            check_writable(arguments.out)
+        if main:
+            check_outputs({"--out": arguments.out})
         with progress_bar("measuring") if main else nullcontext() as progress:
             found = calibrate(mesh_shape=mesh_shape, quick=arguments.quick, progress=progress)
         if main and arguments.out is not None:
@@ -121,11 +124,22 @@ def _mesh(given: str | None) -> tuple[int, ...] | None:
     return tuple(map(int, given.split("x")))
 
 
+def _check_name(out: str | None) -> None:
+    """Refuses a file that ``hardware=`` would take for the name of a chip.
+
+    Raises:
+      ValueError: it is one.
+    """
+    if out and not is_file_name(out):
+        raise ValueError(f"hardware= takes files whose names end in {SUFFIX}, not --out {out}: call it so")
+
+
 def _join(arguments: argparse.Namespace) -> None:
     """Becomes one process of a job, if the options say so.
 
     Raises:
-      ValueError: only some of the three options are given.
+      ValueError: only some of the three options are given, one has no meaning, or JAX does not find the
+        others by itself.
       RuntimeError: the other processes are not found.
     """
     import jax
@@ -133,11 +147,23 @@ def _join(arguments: argparse.Namespace) -> None:
     named = (arguments.coordinator, arguments.processes, arguments.process)
     if any(each is not None for each in named) and not all(each is not None for each in named):
         raise ValueError("--coordinator, --processes and --process belong together: give all three")
+    if named[0] is not None and re.fullmatch(r".+:\d+", arguments.coordinator) is None:
+        raise ValueError(f"--coordinator {arguments.coordinator} is no HOST:PORT, such as 10.0.0.1:1234")
+    if named[0] is not None and not 0 <= arguments.process < arguments.processes:
+        raise ValueError(
+            f"--process {arguments.process} is none of --processes {arguments.processes}, which count from 0"
+        )
     if named[0] is None and not arguments.distributed:
         return
     # Read by the CPU backend alone.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if named[0] is None:
-        jax.distributed.initialize()
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:
+            raise ValueError(
+                f"--distributed: JAX does not find the other processes by itself ({str(error).rstrip('.')}): "
+                "name them with --coordinator, --processes and --process"
+            ) from error
     else:
         jax.distributed.initialize(named[0], named[1], named[2])

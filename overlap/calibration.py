@@ -6,7 +6,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -131,12 +131,10 @@ def calibrate(
       ValueError: `mesh_shape` is none, or does not have as many devices as there are, the platform is
         unknown, or the times are too noisy to tell anything.
     """
-    if mesh_shape is not None and not all(isinstance(size, int | np.integer) for size in mesh_shape):
-        raise ValueError(f"mesh_shape is devices along each axis, such as (2, 4), got {mesh_shape!r}")
+    shape = (jax.device_count(),) if mesh_shape is None else _sizes(mesh_shape)
     device = jax.devices()[0]
     kind, platform = device.device_kind, device.platform
     base = base_hardware(kind, platform)
-    shape = tuple(mesh_shape or (jax.device_count(),))
     if math.prod(shape) != jax.device_count() or min(shape) < 1:
         raise ValueError(
             f"a mesh of {'x'.join(map(str, shape))} has {math.prod(shape)} devices, and "
@@ -148,6 +146,18 @@ def calibrate(
         effort = (CPU_QUICK if quick else CPU) if platform == "cpu" else (QUICK if quick else FULL)
     session = _Session(mesh, programs(mesh), base, effort, clock, progress)
     return session.calibration(kind, platform)
+
+
+def _sizes(mesh_shape: object) -> tuple[int, ...]:
+    """The devices along each axis of a mesh, of one axis at least.
+
+    Raises:
+      ValueError: it is no shape of a mesh.
+    """
+    sizes = tuple(mesh_shape) if isinstance(mesh_shape, Iterable) else ()
+    if not sizes or not all(isinstance(size, int | np.integer) for size in sizes):
+        raise ValueError(f"mesh_shape is devices along each axis, such as (2, 4), got {mesh_shape!r}")
+    return sizes
 
 
 class _Session:

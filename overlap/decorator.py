@@ -68,8 +68,8 @@ def overlap_collectives(
         that the compiler chose, and rewrites where a ring is faster by more than 1 % and needs no more
         temporary memory. ``"autotune"`` does the same with wall-clock times on the attached devices; where
         there are none it verifies. Both keep what they find on disk (docs/policies.md), and go by the cost
-        model where a chain cannot be compiled on its own. A callable is asked per ``Site``; what it raises, a
-        call of the function raises.
+        model where a chain cannot be compiled on its own. A callable is asked per ``Site`` and returns a
+        bool; what it raises, a call of the function raises.
       strict: raise if the pass fails, instead of running the original with a warning.
 
     Returns:

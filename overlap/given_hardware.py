@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import cost_model
 from cost_model import Calibration, Hardware
+from cost_model.calibration import is_file_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ def given_hardware(hardware: object) -> GivenHardware:
       OSError: the file cannot be read.
       TypeError: it is no hardware.
     """
-    if isinstance(hardware, os.PathLike) or (isinstance(hardware, str) and hardware.endswith(".json")):
+    if isinstance(hardware, os.PathLike) or (isinstance(hardware, str) and is_file_name(hardware)):
         calibration = Calibration.read(hardware)
         return GivenHardware(calibration.hardware, calibration, os.fspath(hardware))
     if isinstance(hardware, str):

@@ -16,6 +16,7 @@ from overlap.hlo.module import Module
 from overlap.hlo.timeline import Timeline
 from overlap.inspect_dumps import Dump, DumpError
 from overlap.inspection import Inspection, to_json
+from overlap.output_file import check_outputs
 from overlap.plain_text import PIPE_COLUMNS
 from overlap.timeline_table import ROWS
 
@@ -52,16 +53,15 @@ def add_commands(commands: Any) -> None:
     )
     parser.add_argument("--all", action="store_true", help="list every collective, not only the most exposed")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    parser.add_argument("--html", type=Path, metavar="OUT", help="write a page with a timeline")
-    parser.add_argument(
-        "--trace", type=Path, metavar="OUT", help="write Trace Event JSON for ui.perfetto.dev"
-    )
+    parser.add_argument("--html", metavar="OUT", help="write a page with a timeline")
+    parser.add_argument("--trace", metavar="OUT", help="write Trace Event JSON for ui.perfetto.dev")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Does what the command line says; the exit status is 0, or 2 with a sentence on stderr."""
     try:
+        _check_outputs(arguments)
         hardware, chips = _options(arguments)
         files = [inspect_dumps.find(path) for path in arguments.paths]
         found = _read(files)
@@ -150,7 +150,24 @@ def _inspection(
     return Inspection(name, tuple(programs))
 
 
-def _write(arguments: argparse.Namespace, inspections: Sequence[Inspection]) -> list[Path]:
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Refuses files that cannot be written, before anything is read.
+
+    Raises:
+      DumpError: a file cannot be written.
+      ValueError: an option names no file, or two the same.
+    """
+    try:
+        check_outputs({"--html": arguments.html, "--trace": arguments.trace})
+    except OSError as error:
+        raise DumpError(_cannot_write(error.filename, error)) from error
+
+
+def _cannot_write(path: str, error: OSError) -> str:
+    return f"{path}: cannot be written ({error.strerror or error})."
+
+
+def _write(arguments: argparse.Namespace, inspections: Sequence[Inspection]) -> list[str]:
     """Writes the files that are asked for, and returns their paths.
 
     Raises:
@@ -158,7 +175,7 @@ def _write(arguments: argparse.Namespace, inspections: Sequence[Inspection]) -> 
     """
     from overlap import timeline_page, trace_events
 
-    texts: list[tuple[Path | None, Callable[[Sequence[Inspection]], str]]] = [
+    texts: list[tuple[str | None, Callable[[Sequence[Inspection]], str]]] = [
         (arguments.html, timeline_page.page),
         (arguments.trace, trace_events.to_json),
     ]
@@ -167,9 +184,9 @@ def _write(arguments: argparse.Namespace, inspections: Sequence[Inspection]) -> 
         if path is None:
             continue
         try:
-            path.write_text(make(inspections), encoding="utf-8")
+            Path(path).write_text(make(inspections), encoding="utf-8")
         except OSError as error:
-            raise DumpError(f"{path}: cannot be written ({error.strerror or error}).") from error
+            raise DumpError(_cannot_write(path, error)) from error
         written.append(path)
     return written
 

@@ -16,6 +16,7 @@ from cost_model import Hardware, hardware_of
 from overlap.decorator import Overlapped
 from overlap.exposure import by_exposed_time, hint
 from overlap.hlo.timeline import Timeline
+from overlap.output_file import write_text
 from overlap.plain_text import columns, printable
 
 if TYPE_CHECKING:
@@ -88,10 +89,13 @@ class Inspection:
 
         Returns:
           The path.
+
+        Raises:
+          TypeError: ``path`` is no path.
         """
         from overlap.timeline_page import page
 
-        return _write(path, page([self]))
+        return write_text(path, page([self]))
 
     def trace(self, path: str | os.PathLike[str]) -> Path:
         """Writes Trace Event JSON, which https://ui.perfetto.dev opens.
@@ -101,10 +105,13 @@ class Inspection:
 
         Returns:
           The path.
+
+        Raises:
+          TypeError: ``path`` is no path.
         """
         from overlap import trace_events
 
-        return _write(path, trace_events.to_json([self]))
+        return write_text(path, trace_events.to_json([self]))
 
     def to_json(self) -> str:
         """The figures as JSON; docs/inspect.md lists the fields. Times are seconds."""
@@ -233,9 +240,3 @@ def _timeline_to_dict(timeline: Timeline) -> dict[str, Any]:
         **{name: getattr(timeline, name) for name in names},
         "collectives": [{**dataclasses.asdict(c), "hint": hint(c)} for c in by_exposed_time(timeline)],
     }
-
-
-def _write(path: str | os.PathLike[str], text: str) -> Path:
-    written = Path(path)
-    written.write_text(text, encoding="utf-8")
-    return written

@@ -40,7 +40,7 @@ ROW_PX: Final = 30
 """Height of a row."""
 
 GAP_PX: Final = 54
-"""Height between the rows of two programs, for the title of the lower one."""
+"""Height between the rows of two programs, for the two lines of the lower one's title."""
 
 TOP_PX: Final = 74
 """Height above the rows: the legend and a title."""
@@ -50,6 +50,9 @@ BOTTOM_PX: Final = 66
 
 HOVER_COLUMNS: Final = 88
 """Characters in a line of a tooltip."""
+
+TITLE_COLUMNS: Final = 44
+"""Characters of a program's title above its rows, for windows of 500 px; the tables have it whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ def figure(programs: Sequence[tuple[str, Timeline]], how: How = "modelled") -> d
             "anchor": "x",
         }
         text = (
-            f"<b>{escaped(title)}</b>: {units.duration(timeline.total_s)} {how}, "
+            f"<b>{escaped(_cut(title, TITLE_COLUMNS))}</b><br>{units.duration(timeline.total_s)} {how}, "
             f"exposed {units.duration(timeline.exposed_s)}"
         )
         layout["annotations"].append(
@@ -131,6 +134,7 @@ def figure(programs: Sequence[tuple[str, Timeline]], how: How = "modelled") -> d
                 "y": top / inner,
                 "xanchor": "left",
                 "yanchor": "bottom",
+                "align": "left",
             }
         )
         for kind, (name, colour) in KINDS.items():
@@ -226,15 +230,15 @@ def _span(start_s: float, end_s: float, how: How) -> str:
 
 def _lines(title: str, lines: Iterable[str]) -> str:
     wrapped = [part for line in lines if line for part in _wrapped(line)]
-    return "<br>".join([f"<b>{escaped(_cut(title))}</b>", *map(escaped, wrapped)])
+    return "<br>".join([f"<b>{escaped(_cut(title, HOVER_COLUMNS))}</b>", *map(escaped, wrapped)])
 
 
 def _wrapped(line: str) -> list[str]:
     return textwrap.wrap(line, HOVER_COLUMNS, max_lines=4, placeholder=" …", break_on_hyphens=False)
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= HOVER_COLUMNS else text[: HOVER_COLUMNS - 1] + "…"
+def _cut(text: str, columns: int) -> str:
+    return text if len(text) <= columns else text[: columns - 1] + "…"
 
 
 def escaped(text: str) -> str:

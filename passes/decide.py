@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal
 
+import numpy as np
+
 from cost_model import Estimate, Hardware
 from cost_model.plain_chain import pays
 from passes.before import before_each
@@ -213,8 +215,16 @@ def _against_all(decision: Decision, as_written_s: float) -> Decision:
 
 
 def ask(policy: Callable[[Site], bool], site: Site) -> bool:
-    """What the user's own policy says. An error that passes through here is the user's, not the pass's."""
-    return bool(policy(site))
+    """What the user's own policy says. An error that passes through here is the user's, not the pass's.
+
+    Raises:
+      TypeError: it says neither yes nor no; any text, "no" too, would count as yes.
+    """
+    said: object = policy(site)
+    if not isinstance(said, bool | np.bool_):
+        name = getattr(policy, "__qualname__", repr(policy))
+        raise TypeError(f"the policy {name} must return True or False for each site, and returned {said!r}")
+    return bool(said)
 
 
 def _run_beside(flow: Dataflow, chains: Iterable[Chain]) -> set[int]:

@@ -35,7 +35,12 @@ def match(jaxpr: Any) -> tuple[Match, ...]:
     Args:
       jaxpr: an open or closed jaxpr; usually the body of a shard_map. Bodies of its inner scans, conditionals
         and uninlined calls are jaxprs of their own and are not entered.
+
+    Raises:
+      TypeError: it is no jaxpr.
     """
+    if not hasattr(shims.open_jaxpr(jaxpr)[0], "invars"):
+        raise TypeError(f"match takes a jaxpr, such as jax.make_jaxpr(f)(x), not {type(jaxpr).__name__}")
     return match_dataflow(dataflow(jaxpr))
 
 

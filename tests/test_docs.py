@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args, get_type_hints
 from unittest import mock
 
 import jax
@@ -17,9 +18,11 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import overlap
+from cost_model.form import Form
+from cost_model.walk import Walk
 from overlap.trial_times import Timed
 from overlap.verify import Modelled
-from passes import Code
+from passes import Code, RingSchedule
 
 PAGE: Final = Path(__file__).resolve().parent.parent / "docs" / "patterns.md"
 
@@ -267,6 +270,38 @@ def test_every_comment_is_understood() -> None:
         assert set(example.said) <= known, example.section
         assert set(example.said.get("", [])) <= {"explained, not run"}, example.section
         assert len(example.reports) == len(example.said["report"]), example.section
+
+
+SEVERAL: Final[dict[str, tuple[Any, ...]]] = {
+    "chains": (1, 2),
+    "columns": (1, 2),
+    "rings": (1, 2),
+    "unroll": (0, 4),
+    "orders": ((), ((1, 0),), ((0, 1), (1, 0)), (Walk((0, 1), (0, 0)),) * 2),
+}
+"""Values of a schedule's fields that are neither booleans nor one of a few words."""
+
+
+def forms_of(kind: type[RingSchedule] | type[Form]) -> Iterator[RingSchedule | Form]:
+    """Every one that there can be, of few pieces."""
+    hints = get_type_hints(kind)
+    fields = [field.name for field in dataclasses.fields(kind)]
+    choices = [
+        SEVERAL.get(name) or ((False, True) if hints[name] is bool else get_args(hints[name]))
+        for name in fields
+    ]
+    for values in itertools.product(*choices):
+        with contextlib.suppress(ValueError):
+            yield kind(**dict(zip(fields, values, strict=True)))
+
+
+def test_every_word_of_a_schedule_is_in_the_table_and_no_other() -> None:
+    said = {str(form) for kind in (RingSchedule, Form) for form in forms_of(kind)}
+    words = {re.sub(r"\b(?!1 )\d+\b", "N", word) for text in said for word in text.split(", ")}
+    section = PAGE.read_text("utf-8").partition("### The words of a schedule")[2].partition("\n## ")[0]
+    cells = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    told = [word for cell in cells for word in re.findall(r"`(.*?)`", cell)]
+    assert sorted(told) == sorted(words)
 
 
 def test_links_inside_the_page_lead_somewhere() -> None:

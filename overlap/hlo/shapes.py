@@ -14,7 +14,7 @@ _ARRAY: Final = re.compile(
 )
 _TILING: Final = re.compile(r"T(?:\([\d*,]*\))+")
 _MEMORY: Final = re.compile(r"S\((\d+)\)")
-_BITS: Final = re.compile(r"(?:[suc]|b?f)(\d+)(?:e\d+m\d+\w*)?")
+_BITS: Final = re.compile(r"[su](\d+)|c(64|128)|bf(16)|f(16|32|64)|f([468])e\d+m\d+\w*")
 _GAP: Final = re.compile(r"(?:\s|/\*.*?\*/)*")
 
 _UNSIZED: Final = frozenset({"tuple", "buffer", "token", "opaque"})
@@ -76,9 +76,9 @@ def bits(dtype: str) -> int:
     if dtype == "pred":
         return 8
     match = _BITS.fullmatch(dtype)
-    if match is None:
+    if match is None or match.lastindex is None:
         raise ValueError(f"{dtype!r} is no HLO type")
-    return int(match[1])
+    return int(match[match.lastindex])
 
 
 def parse_shape(text: str) -> Shape:

@@ -180,13 +180,18 @@ class TestFiles:
         assert hardware_of(str(path)) == hardware_of("tpu_v5p") == V5P
         assert hardware_of(path) == hardware_of(path.rename(tmp_path / "v5p")) == V5P
         (tmp_path / "v5p").rename(path)
+        loud = tmp_path / "V5P.JSON"
+        CALIBRATION.write(loud)
+        assert hardware_of(str(loud)) == V5P
         assert hardware_of("TPU v5p") == V5P, "as JAX names the devices"
         with pytest.raises(ValueError, match=r"unknown hardware 'tpu_v9'; .* whose name ends in \.json"):
             hardware_of("tpu_v9")
         with pytest.raises(ValueError, match="was measured on"):
             hardware_of(str(path), "cpu")
-        with pytest.raises(OSError):
-            hardware_of(str(tmp_path / "missing.json"))
+        missing = tmp_path / "missing.json"
+        with pytest.raises(FileNotFoundError) as raised:
+            hardware_of(str(missing))
+        assert str(raised.value) == f"{missing} cannot be read as hardware: No such file or directory"
 
     def test_a_file_is_read_back_unchanged(self, tmp_path: Path) -> None:
         path = tmp_path / "v5p.json"

@@ -120,7 +120,9 @@ def test_a_second_profile_in_the_same_directory_reads_its_own_trace(tmp_path: Pa
 def test_the_table_says_what_was_measured_and_on_what(profiled: tuple[ABReport, Path]) -> None:
     report, directory = profiled
     text = str(report)
-    assert text.startswith("mlp on ")
+    # Of the eight devices that there are.
+    assert text.startswith("mlp on 4 × cpu (cpu)")
+    assert "over 4 devices" in text.replace("\n", " ")
     for words in (
         "HOST EVENTS",
         "communication alone",
@@ -420,6 +422,18 @@ def test_without_a_rewrite_the_report_says_that_the_programs_are_the_same() -> N
     assert "nothing was traced" in str(report)
 
 
+def test_a_page_needs_a_path(profiled: tuple[ABReport, Path]) -> None:
+    with pytest.raises(TypeError, match="give the path of the file to write, not NoneType"):
+        profiled[0].to_html(None)  # type: ignore[arg-type]
+
+
+def test_a_program_of_one_device_is_told_as_such() -> None:
+    report = quick(always(jax.jit(jnp.sin)), jax.device_put(jnp.ones(3), jax.devices()[5]))
+    assert report.title == "sin on cpu (cpu)"
+    assert report.conditions.devices == 1
+    assert "Virtual CPU devices" not in str(report)
+
+
 def test_few_rounds_are_told_to_be_too_few() -> None:
     assert "may be noise" in quick(always(jax.jit(jnp.sin)), jnp.ones(3)).verdict
 
@@ -464,6 +478,12 @@ def needy(rows):
 
 def bare():
     return step
+
+def raises():
+    return step, (jnp.ones(3) @ jnp.ones(4),)
+
+unlucky = overlap_collectives(jax.jit(lambda x: x))
+unlucky.example_args = lambda: 1 / 0
 """
 
 
@@ -472,6 +492,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A module ``ab_script`` in the current directory."""
     (tmp_path / "ab_script.py").write_text(SCRIPT)
     (tmp_path / "ab_missing.py").write_text("import a_library_that_nobody_has\n")
+    (tmp_path / "ab_breaks.py").write_text("import json\njson.loads('{')\n")
+    (tmp_path / "ab_damaged.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
     before = list(sys.path)
     yield
@@ -514,6 +536,29 @@ def test_a_target_that_cannot_be_run_is_explained(
 
 
 @pytest.mark.usefixtures("script")
+@pytest.mark.parametrize(
+    ("target", "failed", "first", "last"),
+    [
+        ("ab_script:raises", "ab_script:raises", "in raises", "TypeError: "),
+        ("ab_script:unlucky", "ab_script:unlucky.example_args", "in <lambda>", "ZeroDivisionError: "),
+        ("ab_breaks:f", "importing ab_breaks", "in <module>", "json.decoder.JSONDecodeError: "),
+        ("ab_damaged:f", "importing ab_damaged", "line 1", "SyntaxError: "),
+    ],
+)
+def test_a_target_that_raises_is_traced_from_its_own_line_on(
+    target: str, failed: str, first: str, last: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from overlap.__main__ import main
+
+    assert main(["ab", target]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == f"overlap ab: {failed} failed:"
+    frames = [line for line in lines if line.startswith("  File ")]
+    assert f"{target.partition(':')[0]}.py" in frames[0] and first in frames[0]
+    assert any(line.startswith(last) for line in lines)
+
+
+@pytest.mark.usefixtures("script")
 def test_the_command_prints_the_report_and_writes_its_other_forms(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -535,7 +580,10 @@ def test_the_command_s_status_tells_failures(capsys: pytest.CaptureFixture[str])
     assert main(["ab", "ab_script:wrong", "--rounds", "1"]) == 1
     assert "failed in compilation" in capsys.readouterr().out
     assert main(["ab", "ab_script:profile", "--rounds", "0"]) == 2
-    assert "rounds must be 1 at least" in capsys.readouterr().err
+    assert "--rounds must be 1 at least, not 0" in capsys.readouterr().err
+    for option, least in (("--warmup", 1), ("--traced-rounds", 0)):
+        assert main(["ab", "ab_script:profile", option, "-1"]) == 2
+        assert f"{option} must be {least} at least, not -1" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("script")
@@ -549,6 +597,22 @@ def test_what_cannot_be_written_is_told_before_anything_runs(
     for path, words in (("no/such/file", "No such file or directory"), (".", "Is a directory")):
         assert main(["ab", "ab_script:profile", option, path]) == 2
         assert f"cannot write {path}: {words}" in capsys.readouterr().err
+    assert main(["ab", "ab_script:profile", option, ""]) == 2
+    assert f"{option} names no file" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("script")
+def test_outputs_of_one_name_and_a_trace_in_a_file_are_told_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from overlap.__main__ import main
+
+    monkeypatch.setattr("overlap.ab_command.ab_profile", lambda *_, **__: pytest.fail("it ran"))
+    assert main(["ab", "ab_script:profile", "--html", "same", "--json", "./same"]) == 2
+    assert "--json and --html name one file" in capsys.readouterr().err
+    for path in ("ab_script.py", "ab_script.py/trace"):
+        assert main(["ab", "ab_script:profile", "--trace-dir", path]) == 2
+        assert capsys.readouterr().err == f"overlap ab: cannot write {path}: Not a directory\n"
 
 
 def test_a_process_that_turns_warnings_into_errors_survives_the_profiler(tmp_path: Path) -> None:

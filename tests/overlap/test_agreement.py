@@ -70,6 +70,19 @@ def test_values_that_are_not_finite_are_equal_to_themselves_only(value: float) -
     assert compared(special, special.at[0].set(-value)).agreed is bool(np.isnan(value))
 
 
+def test_results_without_a_finite_value_are_not_called_agreement() -> None:
+    for value in (jnp.nan, jnp.inf):
+        nothing = jnp.full(3, value)
+        found = compared({"a": nothing, "b": nothing}, {"a": nothing, "b": nothing})
+        assert found.agreed is None and found.difference is None
+        assert found.sentence.startswith("No finite value was compared: 2 arrays")
+        assert compared(nothing, X).agreed is False
+    found = compared((nothing, X), (nothing, X))
+    assert found.agreed
+    assert "2 arrays compared" in found.sentence and "1 of them without a finite value" in found.sentence
+    assert compared((nothing, jnp.arange(3)), (nothing, jnp.arange(3))).agreed
+
+
 def test_integers_and_booleans_must_be_equal() -> None:
     large = jnp.array([1_000_000, 3])
     found = compared(large, large)

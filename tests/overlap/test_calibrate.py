@@ -208,11 +208,19 @@ class TestRealDevices:
             calibrate(effort=TINY, mesh_shape=(3, 4))
         with pytest.raises(ValueError, match=r"such as \(2, 4\), got '2x2'"):
             calibrate(effort=TINY, mesh_shape="2x2")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"such as \(2, 4\), got \(\)"):
+            calibrate(effort=TINY, mesh_shape=())
+        with pytest.raises(ValueError, match=r"such as \(2, 4\), got 8"):
+            calibrate(effort=TINY, mesh_shape=8)  # type: ignore[arg-type]
 
 
 def environment(devices: int) -> dict[str, str]:
     flags = f"--xla_force_host_platform_device_count={devices}"
     return {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+
+
+NAMED: Final = ("--coordinator", "127.0.0.1:9", "--processes", "2")
+"""Options of a job of two, but for the number of the process."""
 
 
 class TestTheCommand:
@@ -294,6 +302,10 @@ open(f"{{sys.argv[2]}}/{{index}}.json", "w").write(found.to_json())
             (["--mesh", "2y4"], "no shape of a mesh"),
             (["--mesh", "3x3"], "9 devices, and 8 are attached"),
             (["--process", "1"], "belong together"),
+            ([*NAMED, "--process", "5"], "--process 5 is none of --processes 2, which count from 0"),
+            ([*NAMED, "--process", "-1"], "--process -1 is none of --processes 2"),
+            (["--coordinator", "here", *NAMED[2:], "--process", "0"], "--coordinator here is no HOST:PORT"),
+            (["--out", ""], "--out names no file"),
         ],
     )
     def test_options_of_no_use_give_a_sentence(
@@ -303,9 +315,26 @@ open(f"{{sys.argv[2]}}/{{index}}.json", "w").write(found.to_json())
         out, errors = capsys.readouterr()
         assert out == "" and errors.startswith("overlap calibrate: ") and message in errors
 
+    def test_a_job_that_jax_does_not_find_is_to_be_named(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def alone() -> None:
+            raise ValueError("coordinator_address should be defined.")
+
+        monkeypatch.setattr(jax.distributed, "initialize", alone)
+        monkeypatch.setattr(jax.config, "update", lambda *_: None)
+        assert __main__.main(["calibrate", "--distributed"]) == 2
+        assert capsys.readouterr().err == (
+            "overlap calibrate: --distributed: JAX does not find the other processes by itself "
+            "(coordinator_address should be defined): name them with --coordinator, --processes and "
+            "--process\n"
+        )
+
     def test_a_file_that_cannot_be_written_gives_a_sentence_before_it_measures(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
     ) -> None:
         monkeypatch.setattr("overlap.calibrate_command.calibrate", lambda **_: pytest.fail("it measured"))
-        assert __main__.main(["calibrate", "--out", str(tmp_path / "no" / "where.json")]) == 2
+        assert __main__.main(["calibrate", "--out", "mine.txt"]) == 2
+        assert "whose names end in .json, not --out mine.txt" in capsys.readouterr().err
+        assert __main__.main(["calibrate", "--out", str(tmp_path / "no" / "where.JSON")]) == 2
         assert "cannot be written (No such file or directory)" in capsys.readouterr().err

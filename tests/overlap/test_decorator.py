@@ -434,6 +434,33 @@ def test_a_mesh_that_does_not_know_its_devices_is_unknown_hardware() -> None:
     assert [site.reason for site in sites] == ["unknown_hardware"] * 2
 
 
+def test_a_policy_that_says_neither_yes_nor_no_is_an_error() -> None:
+    def undecided(site: Site) -> Any:
+        return answer
+
+    answer: Any
+    for answer in ("no", None, 1):
+        decorated = overlap_collectives(jax.jit(mlp()), policy=undecided)
+        with pytest.raises(TypeError, match=f"undecided must return True or False .* returned {answer!r}"):
+            decorated(*REF.arguments)
+    for answer in (np.True_, np.False_):
+        sites = overlap_collectives(jax.jit(mlp()), policy=undecided).explain(*REF.arguments).sites
+        assert {site.rewritten for site in sites} == {bool(answer)}
+
+
+def test_a_file_that_is_not_there_is_told_in_a_sentence(tmp_path: Path) -> None:
+    missing = str(tmp_path / "nope.json")
+    with pytest.raises(FileNotFoundError) as raised:
+        overlap_collectives(jax.jit(mlp()), hardware=missing)
+    assert str(raised.value) == f"{missing} cannot be read as hardware: No such file or directory"
+
+
+def test_the_name_of_a_calibration_may_end_in_capitals(tmp_path: Path) -> None:
+    loud = tmp_path / "V5P.JSON"
+    CALIBRATION.write(loud)
+    assert overlap_collectives(jax.jit(mlp()), hardware=str(loud)).hardware == CALIBRATION.hardware
+
+
 # The log.
 
 

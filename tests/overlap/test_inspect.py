@@ -145,6 +145,12 @@ class TestInspection:
         assert [c["name"] for c in after["collectives"]] == ["permute.2", "permute.1"]
         assert "modelled" in told["times"]
 
+    def test_files_need_a_path(self) -> None:
+        found = timelines.inspection()
+        for write in (found.to_html, found.trace):
+            with pytest.raises(TypeError, match="give the path of the file to write, not NoneType"):
+                write(None)  # type: ignore[arg-type]
+
     def test_needs_a_program(self) -> None:
         with pytest.raises(ValueError, match="needs a program"):
             overlap.Inspection("f", ())

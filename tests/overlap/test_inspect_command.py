@@ -188,6 +188,22 @@ class TestFiles:
     ) -> None:
         said = complaint(capsys, files[0], "--html", str(tmp_path / "no" / "page.html"))
         assert "cannot be written (No such file or directory)" in said
+        assert "--html names no file" in complaint(capsys, files[0], "--html", "")
+
+    def test_two_outputs_to_one_file_are_refused_before_anything_is_read(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        one = str(tmp_path / "one")
+        (tmp_path / "link").symlink_to(one)
+        for other in (one, str(tmp_path / "link")):
+            said = complaint(capsys, "/no/dump", "--html", one, "--trace", other)
+            assert "--html and --trace name one file" in said
+        assert not (tmp_path / "one").exists()
+
+    def test_two_outputs_to_nowhere_lose_nothing(
+        self, files: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        inspect(capsys, files[0], "--html", os.devnull, "--trace", os.devnull)
 
 
 class TestOptions:
@@ -208,7 +224,9 @@ class TestOptions:
             ((program,),) = (each["programs"] for each in told["inspections"])
             assert program["hardware"] == "tpu_v5p"
             assert " 1 GB/s each way" in " ".join(program["assumptions"])
-        assert "no.json" in complaint(capsys, files[0], "--hardware", str(tmp_path / "no.json"))
+        missing = tmp_path / "no.json"
+        said = complaint(capsys, files[0], "--hardware", str(missing))
+        assert said == (f"overlap inspect: {missing} cannot be read as hardware: No such file or directory\n")
 
     @pytest.mark.parametrize(
         ("options", "words"),
@@ -234,3 +252,9 @@ class TestOptions:
         path = Path(files[0])
         path.write_text(texts()[0][:-200])
         assert "before.hlo: line " in complaint(capsys, files[0])
+
+    def test_an_element_type_that_is_none(self, files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        path = Path(files[0])
+        path.write_text(texts()[0].replace("f32[", "bf99["))
+        said = complaint(capsys, files[0])
+        assert "before.hlo: line " in said and "'bf99' is no HLO type" in said

@@ -278,6 +278,20 @@ class TestBrowser:
         (beyond,) = re.findall(r"<title>([\d,]*)</title>", document)
         assert set(beyond.split(",")) == {"0"}
 
+    @pytest.mark.parametrize("module", ["jit_train_step", "jit_a_step_of_" + "many_words_" * 9])
+    def test_titles_of_timelines_are_whole_in_a_narrow_window(self, tmp_path: Path, module: str) -> None:
+        measure = (
+            "<script>const edge = document.querySelector('.timeline').getBoundingClientRect().right;"
+            " document.title = [...document.querySelectorAll('.annotation-text')].map(of =>"
+            " Math.ceil(of.getBoundingClientRect().right - edge)).join()</script>"
+        )
+        named = dataclasses.replace(timelines.after(), module=module)
+        text = without_policy(page([Inspection("f", (("original", named), ("overlapped", named)))]))
+        (tmp_path / "page.html").write_text(text.replace("</body>", f"{measure}</body>"), encoding="utf-8")
+        document = browser.dom(tmp_path / "page.html", "--window-size=500,1500")
+        (beyond,) = re.findall(r"<title>([-\d,]+)</title>", document)
+        assert len(beyond.split(",")) == 2 and max(map(int, beyond.split(","))) <= 0
+
     def test_ten_thousand_bars_are_drawn(self, tmp_path: Path) -> None:
         many = [timelines.event(f"dot.{i}", "matmul", "compute", i, i + 0.5) for i in range(10_000)]
         inspection = Inspection("f", (("", timelines.timeline(many, [], 10_000)),))

@@ -601,3 +601,9 @@ def test_each_sum_of_a_residual_stream_is_followed_to_the_next_one_only() -> Non
         return int(blockwise.call_count)
 
     assert followed(12) - followed(8) == followed(8) - followed(4) > 0
+
+
+def test_what_is_no_jaxpr_is_refused() -> None:
+    for other in (3, None, jnp.sin):
+        with pytest.raises(TypeError, match=f"takes a jaxpr, .* not {type(other).__name__}"):
+            passes.match(other)

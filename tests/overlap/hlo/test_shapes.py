@@ -103,8 +103,9 @@ def test_what_is_no_shape(text: str) -> None:
 
 
 def test_no_dtype() -> None:
-    with pytest.raises(ValueError, match="'float' is no HLO type"):
-        bits("float")
+    for dtype in ("float", "bf99", "bf32", "f33", "f8", "c32", "f8e4m3fn!"):
+        with pytest.raises(ValueError, match=f"'{dtype}' is no HLO type"):
+            bits(dtype)
 
 
 def arrays() -> st.SearchStrategy[Shape]:
