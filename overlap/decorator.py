@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any, overload
@@ -92,6 +93,11 @@ def overlap_collectives(
             return decorate(function).__get__(fun.__self__)  # type: ignore[attr-defined, no-any-return]
         if not callable(fun):
             raise TypeError(f"overlap_collectives takes a function, not {type(fun).__name__}")
+        if _is_wrapped_elsewhere(fun) and inspect.isfunction(fun):
+            raise TypeError(
+                "overlap_collectives takes a function, jitted by jax.jit or not at all, and this is compiled "
+                "already, as by jax.pmap. Write it with jax.shard_map, and decorate the jax.jit of that."
+            )
         if _is_wrapped_elsewhere(fun):
             kind = f"{type(fun).__module__.partition('.')[0]}'s {type(fun).__name__}"
             raise TypeError(
@@ -170,6 +176,13 @@ class Overlapped:
         if name.startswith("__") or name in ("_call", "_calls"):
             raise AttributeError(name)
         return getattr(self._call, name)
+
+    def __copy__(self) -> Overlapped:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Overlapped:
+        """Itself, as of any function."""
+        return self
 
     def __repr__(self) -> str:
         return f"<overlap_collectives of {self.original!r}>"

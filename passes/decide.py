@@ -215,13 +215,15 @@ def _against_all(decision: Decision, as_written_s: float) -> Decision:
 
 
 def ask(policy: Callable[[Site], bool], site: Site) -> bool:
-    """What the user's own policy says. An error that passes through here is the user's, not the pass's.
+    """What the user's own policy says; None is no, as ``site.estimate and …`` gives for want of an estimate.
+
+    An error that passes through here is the user's, not the pass's.
 
     Raises:
       TypeError: it says neither yes nor no; any text, "no" too, would count as yes.
     """
     said: object = policy(site)
-    if not isinstance(said, bool | np.bool_):
+    if said is not None and not isinstance(said, bool | np.bool_):
         name = getattr(policy, "__qualname__", repr(policy))
         raise TypeError(f"the policy {name} must return True or False for each site, and returned {said!r}")
     return bool(said)
