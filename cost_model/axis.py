@@ -12,6 +12,7 @@ from cost_model.hardware import Hardware
 from cost_model.ring_order import RingOrder, ring_orders, ring_step_s
 from cost_model.topology import Topology
 from cost_model.walk import Walk, ring_walks, walk_step_s
+from cost_model.whole import whole
 
 Directions = Literal[1, 2]
 
@@ -30,6 +31,7 @@ class Axis:
 
     Raises:
       ValueError: there is no device on it.
+      TypeError: the hardware is none (a name: see `by_name`), or the size no whole number.
     """
 
     hardware: Hardware
@@ -40,6 +42,8 @@ class Axis:
     walks: tuple[Walk, ...] = ()
 
     def __post_init__(self) -> None:
+        collectives.check_hardware(self.hardware)
+        object.__setattr__(self, "size", whole(self.size, "axis_size"))
         if self.size < 1:
             raise ValueError(f"axis_size must be at least 1, got {self.size!r}")
 
@@ -126,7 +130,14 @@ def ring_hop_s(shard_bytes: float, axis_size: int, hardware: Hardware, *, direct
     no contention with one direction, but P-1 latencies; with two, every link carries a half-shard of each
     ring both ways, as many bytes as a whole shard one way, and nothing is gained. Where opposite hops do not
     overlap, the halves take turns.
+
+    Raises:
+      ValueError: there are neither 1 nor 2 directions, or as the collectives of `cost_model.collectives`.
+      TypeError: as those.
     """
+    if directions not in (1, 2):
+        raise ValueError(f"a ring runs in 1 or 2 directions, got {directions!r}")
+    collectives.check(shard_bytes, axis_size, hardware)
     if axis_size == 1:
         return 0.0
     distance = 1 if hardware.has_wraparound(axis_size) else axis_size - 1
@@ -144,7 +155,10 @@ def exchange_s(block_bytes: float, axis_size: int, hardware: Hardware, *, distan
     On a torus a block takes the shorter way round, min(d, P-d) links, and so many blocks share each link.
     Without wraparound the d last devices reach the first ones across P-d links the other way, with the same
     number of blocks on a link. Behind a switch every distance is one hop.
+
+    Raises: as the collectives of `cost_model.collectives`, of the distance too.
     """
+    collectives.check(block_bytes, axis_size, hardware)
     if hardware.network == "switch":
         return collectives.hop_s(block_bytes, hardware, distance=min(distance, 1))
     sharing = min(distance, axis_size - distance)

@@ -1,7 +1,10 @@
 """One mesh axis: what a step of rings, a hop and a collective take, with and without known places."""
 
 import dataclasses
+import math
+from typing import Any
 
+import numpy as np
 import pytest
 
 from cost_model import Axis, Topology, all_gather_s, all_reduce_s, all_to_all_s, by_name, ring_hop_s
@@ -23,6 +26,29 @@ def whole_slice(*shape: int) -> Axis:
 def test_an_axis_has_a_device(size: int) -> None:
     with pytest.raises(ValueError, match=f"axis_size must be at least 1, got {size}"):
         Axis(V5P, size)
+
+
+@pytest.mark.parametrize("size", [math.nan, 2.5, "4", None])
+def test_an_axis_size_is_a_whole_number(size: Any) -> None:
+    with pytest.raises(TypeError, match="axis_size must be a whole number, got"):
+        Axis(V5P, size)
+
+
+def test_numpy_s_whole_numbers_are_as_good() -> None:
+    axis = Axis(V5P, np.int32(4))  # type: ignore[arg-type]
+    assert axis == Axis(V5P, 4) and type(axis.size) is int
+
+
+def test_a_name_is_no_hardware() -> None:
+    name: Any = "tpu_v5p"
+    for refused in (lambda: Axis(name, 4), lambda: ring_hop_s(1, 4, name, directions=1)):
+        with pytest.raises(TypeError, match=r"hardware must be a Hardware, such as by_name\('tpu_v5p'\)"):
+            refused()
+
+
+def test_a_ring_runs_in_one_or_two_directions() -> None:
+    with pytest.raises(ValueError, match="1 or 2 directions, got 3"):
+        ring_hop_s(1, 4, V5P, directions=3)  # type: ignore[arg-type]
 
 
 # Hops and steps without known places.
