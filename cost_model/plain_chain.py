@@ -23,6 +23,7 @@ from cost_model.offloaded import sums_whole
 from cost_model.ring import Estimate
 from cost_model.ring_work import RingWork
 from cost_model.tile import tile_rows
+from cost_model.whole import whole
 
 Pattern = Literal["all_gather_dot", "dot_reduce_scatter", "dot_psum", "all_to_all_dot", "dot_all_to_all"]
 PATTERNS: Final[tuple[Pattern, ...]] = get_args(Pattern)
@@ -115,6 +116,14 @@ class PlainChain:
     def moved_bytes(self) -> float:
         """Bytes of the whole array, V."""
         return self.elements * dtype_bytes(self.dtype)
+
+    def misfit(self, axis_size: int) -> str:
+        """Why the chain cannot be cut into the blocks of so many devices; empty if it can."""
+        for dot in self.dots:
+            name, size = dot.cut if dot.cut == "batch" else dot.cut.upper(), getattr(dot.matmul, dot.cut)
+            if size % axis_size:
+                return f"{name} = {size} cannot be cut evenly over {axis_size} devices"
+        return ""
 
     def wire_bytes(self, axis: Axis) -> float:
         """Bytes of the whole array as it travels.
@@ -230,12 +239,16 @@ def chain_of(
     Raises:
       ValueError: a size is below 1, the dtype is unknown, or the dot has no such dim, or the pattern does not
         cut it.
+      TypeError: a size is no whole number.
     """
+    m, k, n = (whole(size, name) for size, name in zip((m, k, n), "MKN", strict=True))
     if min(m, k, n) < 1:
         raise ValueError(f"a dot's sizes are at least 1, got M, K, N = {m}, {k}, {n}")
     if cut not in ("m", "k", "n"):
         raise ValueError(f"cut is m, k or n, got {cut!r}")
     gathers = pattern in ("all_gather_dot", "all_to_all_dot")
+    if cut == "k" and pattern in ("dot_reduce_scatter", "dot_psum", "dot_all_to_all"):
+        raise ValueError(f"{pattern} scatters a dim of the dot's result, m or n, not k")
     side = {"m": "lhs", "n": "rhs", "k": operand or "lhs"}[cut]
     if operand is not None and operand != side:
         raise ValueError(f"{cut} is no dim of the {operand}")
