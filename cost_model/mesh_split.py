@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 from cost_model.axis import Axis
+from cost_model.collectives import check_hardware
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.layer import AxisName, Split, backward, forward, reduction
@@ -22,6 +23,7 @@ from cost_model.plain_chain import Forms, PlainChain, best
 from cost_model.ring import Estimate
 from cost_model.strategies import Model
 from cost_model.topology import Topology
+from cost_model.whole import whole
 
 IN_SLICE: Final[tuple[AxisName, ...]] = ("pipeline", "data", "fsdp", "tensor")
 """The mesh axes within a slice, from the slowest to the fastest changing coordinate."""
@@ -53,16 +55,21 @@ class Layout:
         return math.prod(parts[IN_SLICE.index(axis)] for parts in self.parts)
 
     def describe(self, axis: AxisName) -> str:
-        """The part of the slice that an axis has: "x, half of y"."""
+        """The part of the slice that an axis has: "x, z, and 2 of 4 along y". Empty of one device."""
         number = IN_SLICE.index(axis)
-        words = []
+        # What it has all of comes first: "2 of 4 along y, z" reads as if it were 2 of each.
+        entire, part = [], []
         for dim, parts in enumerate(self.parts):
             if parts[number] == 1:
                 continue
             name = "xyzw"[dim] if dim < len(self.shape) else "the chip's devices"
-            whole = math.prod(parts)
-            words.append(name if parts[number] == whole else f"{parts[number]} of {whole} along {name}")
-        return ", ".join(words)
+            length = math.prod(parts)
+            if parts[number] == length:
+                entire.append(name)
+            else:
+                part.append(f"{parts[number]} of {length} along {name}")
+        *words, last = [*entire, *part] or [""]
+        return ", ".join([*words, f"and {last}" if words and part else last])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,29 +150,40 @@ def best_splits(
       one `StepTime` per split that the model allows.
 
     Raises:
-      ValueError: no split fits; the message says why the last one does not. Or an axis or the goal is
-        unknown, or the slice has no devices, or there is no slice.
+      ValueError: no split fits; the message says why the last one does not, or what the one that takes the
+        least memory needs. Or an axis or the goal is unknown, the slice has no devices, there is no slice or
+        no memory, or the tokens cannot be cut over the pods.
+      TypeError: the model or the hardware is none, or a number of chips or pods no whole number.
     """
     _check_goal(goal)
+    if not isinstance(model, Model):
+        raise TypeError(f"model must be a Model, got {model!r}")
+    check_hardware(hardware)
+    shape = tuple(whole(length, "a slice's length") for length in shape)
     if not shape or min(shape) < 1:
-        raise ValueError(f"a slice has at least 1 chip along each dimension, got {tuple(shape)}")
-    if pods < 1:
-        raise ValueError(f"there is at least 1 pod, got {pods!r}")
+        raise ValueError(f"a slice has at least 1 chip along each dimension, got {shape}")
+    if whole(pods, "pods") < 1:
+        raise ValueError(f"pods {pods}: there is at least 1")
+    if model.tokens % pods:
+        raise ValueError(f"tokens {model.tokens} cannot be cut evenly over pods {pods}")
+    if not memory_bytes > 0:  # so that it refuses NaN too
+        raise ValueError(f"memory_bytes {memory_bytes!r} leaves no room for any weight")
     if unknown := [axis for axis in axes if axis not in IN_SLICE]:
         raise ValueError(f"unknown mesh axis {unknown[0]!r}; known: {', '.join(IN_SLICE)}")
-    slice_of = _Slice(hardware, tuple(shape), pods, among, starts_implied)
+    slice_of = _Slice(hardware, shape, pods, among, starts_implied)
     found: dict[Split, StepTime] = {}
-    misfit = ""
+    misfit = f"its devices cannot be divided over {tuple(axes)}"
+    least: Split | None = None
     every = tuple(layouts(slice_of.shape, hardware, axes))
     for number, layout in enumerate(every, 1):
         sizes = {axis: layout.size(axis) for axis in IN_SLICE}
         for count in microbatches if sizes["pipeline"] > 1 else (1,):
             split = Split(pods=pods, microbatches=count, **sizes)
-            misfit_here = split.misfit(model)
-            if not misfit_here and (needed := state_bytes(model, split)) > memory_bytes:
-                misfit_here = f"a device's share of the state takes {needed:.3g} bytes"
-            if misfit_here:
-                misfit = f"{split}: {misfit_here}"
+            if here := split.misfit(model):
+                misfit = f"the last tried, {split}: {here}"
+                continue
+            if state_bytes(model, split) > memory_bytes:
+                least = min(least or split, split, key=lambda of: state_bytes(model, of))
                 continue
             step = slice_of.step(model, split, layout)
             if split not in found or _rank(step, goal) < _rank(found[split], goal):
@@ -173,8 +191,13 @@ def best_splits(
         if progress is not None:
             progress(number, len(every))
     if not found:
-        tried = f"last tried {misfit}" if misfit else f"its devices cannot be divided over {tuple(axes)}"
-        raise ValueError(f"the model fits no split of {pods} × {'x'.join(map(str, shape))}; {tried}")
+        if least is not None:
+            misfit = (
+                f"{least}, which needs the least memory, needs {state_bytes(model, least) / 2**30:.3g} GiB "
+                f"of a device for weights and Adam's state, more than memory_bytes {memory_bytes:.10g}"
+            )
+        where = f"{'x'.join(map(str, shape))}" + (f" in each of {pods} pods" if pods > 1 else "")
+        raise ValueError(f"the model fits no split of {where}; {misfit}")
     return tuple(sorted(found.values(), key=lambda step: _rank(step, goal)))
 
 
