@@ -21,6 +21,7 @@ from cost_model.layer import AxisName, Split, backward, forward, reduction
 from cost_model.layer_time import PassTime, pass_time
 from cost_model.plain_chain import Forms, PlainChain, best
 from cost_model.ring import Estimate
+from cost_model.ring_order import Groups
 from cost_model.strategies import Model
 from cost_model.topology import Topology
 from cost_model.whole import whole
@@ -268,12 +269,13 @@ class _Slice:
         self._rings: dict[tuple[PlainChain, AxisName | Dims], tuple[str, Estimate]] = {}
 
     def step(self, model: Model, split: Split, layout: Layout) -> StepTime:
-        axes: dict[AxisName, Axis] = {axis: axis_on(layout, axis, self.hardware) for axis in IN_SLICE}
+        dims: dict[AxisName, Dims] = {axis: _dims(layout, axis) for axis in IN_SLICE}
+        axes: dict[AxisName, Axis] = {axis: _axis(of, self.hardware) for axis, of in dims.items()}
         axes["pods"] = self.pods
 
         def price(chain: PlainChain, axis: AxisName) -> tuple[str, Estimate]:
             # Two axes are compared by what they have of the slice: to compare their links takes long.
-            key = chain, axis if axis == "pods" else _dims(layout, axis)
+            key = chain, axis if axis == "pods" else dims[axis]
             if key not in self._rings:
                 started = replace(chain, starts_implied=self.starts_implied)
                 among = self.among and self.among(started, axes[axis])
@@ -325,16 +327,46 @@ def _axis(dims: Dims, hardware: Hardware) -> Axis:
     size = math.prod(part for _, _, part, _ in dims)
     if size == 1 or hardware.network == "switch":
         return Axis(hardware, size)
+    topology, groups = _laid(dims, hardware)
+    # No group leaves its part of a dimension of which it has a part: one part is as good as all.
+    cells = tuple(
+        (part * stride, part * stride, part, stride) if chips else (chips, length, part, stride)
+        for chips, length, part, stride in dims
+    )
+    return Axis.of(topology, groups, None if cells == dims else _laid(cells, hardware, dims))
+
+
+def _laid(dims: Dims, hardware: Hardware, within: Dims = ()) -> tuple[Topology, Groups]:
+    """The chips of some dimensions, and the groups of the axis there.
+
+    Args:
+      dims: see `_dims`.
+      hardware: the device.
+      within: of parts of longer dimensions, those: a part does not wrap around.
+    """
     lengths = tuple(length for _, length, _, _ in dims)
     cores = next((length for chips, length, _, _ in dims if not chips), 1)
     shape = tuple(chips for chips, *_ in dims if chips) or (1,)
-    topology = Topology.torus(shape, hardware, cores=cores)
+    open_ends = tuple(
+        chips < whole_dim[0] for (chips, *_), whole_dim in zip(dims, within or dims, strict=True) if chips
+    )
+    topology = _torus(shape, hardware, cores, open_ends or (False,))
     groups: dict[Parts, list[tuple[Parts, int]]] = {}
     for device, at in enumerate(itertools.product(*map(range, lengths))):
         place = tuple(i // stride % part for i, (_, _, part, stride) in zip(at, dims, strict=True))
         rest = tuple(i - j * stride for i, j, (_, _, _, stride) in zip(at, place, dims, strict=True))
         groups.setdefault(rest, []).append((place, device))
-    return Axis.of(topology, tuple(tuple(device for _, device in sorted(group)) for group in groups.values()))
+    return topology, tuple(tuple(device for _, device in sorted(group)) for group in groups.values())
+
+
+@functools.lru_cache(maxsize=64)
+def _torus(shape: tuple[int, ...], hardware: Hardware, cores: int, open_ends: tuple[bool, ...]) -> Topology:
+    """The chips of some of the dimensions, one and the same for all axes there."""
+    wraparound = [
+        not ends and length > 2 and hardware.has_wraparound(length)
+        for length, ends in zip(shape, open_ends, strict=True)
+    ]
+    return Topology.torus(shape, hardware, cores=cores, wraparound=wraparound)
 
 
 def _boundary_s(sent_bytes: float, axis: Axis) -> float:

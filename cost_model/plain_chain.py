@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from cost_model.axis import Axis
 from cost_model.chain_sizes import CutRows, GatherSizes, ScatterSizes, Sizes, pricer
@@ -64,9 +64,9 @@ class PlainDot:
 
     def piece(self, share: Fraction, second: tuple[Dim, Fraction] | None = None) -> Matmul:
         """The dot on a share of the cut dim, and perhaps of a second one, sizes rounded up."""
-        sizes = {self.cut: math.ceil(getattr(self.matmul, self.cut) * share)}
+        sizes: dict[str, Any] = {self.cut: _share(getattr(self.matmul, self.cut), share)}
         if second is not None:
-            sizes[second[0]] = math.ceil(getattr(self.matmul, second[0]) * second[1])
+            sizes[second[0]] = _share(getattr(self.matmul, second[0]), second[1])
         return dataclasses.replace(self.matmul, **sizes)
 
 
@@ -291,15 +291,21 @@ def works(chain: PlainChain, form: Form, axis: Axis) -> tuple[RingWork, ...]:
 
 def price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
     """The predicted times of the chain as it stands, and as rings of this form."""
+    return _pricer(chain, axis)(form)
+
+
+def _pricer(chain: PlainChain, axis: Axis) -> Callable[[Form], Estimate]:
+    """Prices forms of one chain: what they have in common is found once."""
     if "all_to_all" in chain.pattern:
         share = Fraction(1, axis.size)
-        return exchange_estimate(
+        exchanged = exchange_estimate(
             block_bytes=chain.moved_bytes / axis.size,
             matmuls=tuple(dot.matmul for dot in chain.dots),
             partials=tuple(dot.piece(share) for dot in chain.dots),
             axis=axis,
         )
-    return pricer(chain.sizes(axis), axis, psum=chain.pattern == "dot_psum")(form)
+        return lambda _: exchanged
+    return pricer(chain.sizes(axis), axis, psum=chain.pattern == "dot_psum")
 
 
 def pays(priced: Estimate, hardware: Hardware) -> bool:
@@ -317,7 +323,8 @@ def best(chain: PlainChain, axis: Axis, among: Sequence[Form] | None = None) -> 
 
     First of all come those that need no more memory than the chain as written.
     """
-    priced = [(form, price(chain, form, axis)) for form in among or forms(chain, axis)]
+    price_of = _pricer(chain, axis)
+    priced = [(form, price_of(form)) for form in among or forms(chain, axis)]
     return max(priced, key=lambda pair: pair[1].rank)
 
 
@@ -325,6 +332,11 @@ def gathered_bytes(chain: PlainChain, axis: Axis) -> float:
     """Bytes of the array as an all_gather moves it: where the compiler may round it, the half."""
     sent_bytes = chain.wire_bytes(axis)
     return sent_bytes / 2 if chain.may_round(axis) and sent_bytes == chain.moved_bytes else sent_bytes
+
+
+def _share(size: int, share: Fraction) -> int:
+    """A share of a size, rounded up."""
+    return -(-size * share.numerator // share.denominator)
 
 
 def _accumulator(dtype: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from cost_model.mesh_split import (
     state_bytes,
 )
 from cost_model.plain_chain import PlainChain, forms
+from cost_model.ring_order import ring_step_s
 from cost_model.strategies import (
     STRATEGIES,
     Model,
@@ -36,6 +38,7 @@ from cost_model.strategies import (
     pod_tokens,
     tokens_per_pod,
 )
+from cost_model.walk import walk_step_s
 
 V5P = by_name("tpu_v5p")
 B, D, F = 48_000, 8192, 32_768
@@ -265,6 +268,42 @@ class TestTheSplit:
         assert outer.groups[0] == (0, 4, 8, 12) and inner.groups[0] == (0, 1, 2, 3)
         assert outer.step_s(1e9, 1) == pytest.approx(4e9 / 9e10)
         assert layout.describe("fsdp") == "4 of 16 along x"
+
+    @pytest.mark.parametrize(
+        ("shape", "hardware"),
+        [
+            ((16,), "tpu_v5e"),
+            ((8, 8), "tpu_v5p"),
+            ((4, 6), "tpu_v5p"),
+            ((4, 4, 8), "tpu_v4"),
+            ((4, 8), "tpu_7x"),
+        ],
+    )
+    def test_what_is_found_on_a_part_of_a_slice_is_so_on_all_of_it(
+        self, shape: tuple[int, ...], hardware: str
+    ) -> None:
+        every = {
+            axis_on(layout, axis, by_name(hardware))
+            for layout in layouts(shape, by_name(hardware))
+            for axis in IN_SLICE
+        }
+        assert any(axis.cell is not None for axis in every)
+        for axis in every:
+            if axis.topology is None:
+                continue
+            whole = Axis.of(axis.topology, axis.groups)
+            assert axis == whole and whole.cell is None
+            for rings, directions in itertools.product(range(1, len(axis.orders) + 1), (1, 2)):
+                for sent in (0.0, 1e3, 12_345_678.9):
+                    step_s = ring_step_s(
+                        axis.orders[:rings], sent, axis.topology, axis.groups, directions=directions
+                    )
+                    assert axis.step_s(sent, directions, rings) == step_s  # type: ignore[arg-type]
+            if axis.walks:
+                step_s = walk_step_s(axis.walks, 1e7 / 3, axis.topology, axis.groups)
+                assert axis.step_s(1e7 / 3, 2, walks=True) == step_s
+            for distance in (1, 2, axis.size // 2, axis.size - 1):
+                assert axis.permute_s(1e7, distance) == whole.permute_s(1e7, distance)
 
     def test_the_dimensions_that_an_axis_has_all_of_come_first(self) -> None:
         layout = Layout((4, 16, 4), ((1, 1, 4, 1), (1, 8, 2, 1), (1, 1, 4, 1)))
