@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from cost_model.axis import Axis
-from cost_model.explanation import explain
+from cost_model.explanation import check_axis, explain
 from cost_model.hardware import Hardware
 from cost_model.plain_chain import Forms, PlainChain, pays
 from cost_model.ring import Estimate
+from cost_model.whole import whole
 
 Variable = Literal["tokens", "axis_size", "bandwidth"]
 HowOften = Literal["always", "never", "sometimes"]
@@ -81,8 +82,24 @@ def break_evens(
       axis: the mesh axis.
       m: the rows M as given.
       among: the forms of rings to consider; all if None.
-      resize: whether to look at other axis sizes too: each an axis of its own, without a topology.
+      resize: whether to look at other axis sizes too, over which the dot can be cut evenly: each an axis of
+        its own, without a topology.
+
+    Raises:
+      ValueError: M is below 1, or as `explain`.
+      TypeError: `chain_for` is no function, the axis none, or M no whole number.
     """
+    if not callable(chain_for):
+        raise TypeError(
+            "chain_for is a function from rows to their chain, such as "
+            f"lambda m: chain_of('all_gather_dot', m, 8192, 2048), got {chain_for!r}"
+        )
+    check_axis(axis)
+    if (m := whole(m, "M")) < 1:
+        raise ValueError(f"M must be at least 1, got {m!r}")
+    # The scan over tokens meets no M that does not fit.
+    if misfit := chain_for(m).misfit(axis.size):
+        raise ValueError(misfit)
 
     def priced(chain: PlainChain, on: Axis) -> Estimate:
         return explain(chain, on, among and among(chain, on)).best.estimate
@@ -99,12 +116,12 @@ def break_evens(
         )
     ]
     if resize:
-        sizes = sorted({*(size for size in AXIS_SIZES if size <= max(m, 2)), axis.size})
+        chains = {size: chain_for(_multiple(m, size)) for size in AXIS_SIZES if size <= max(m, 2)}
+        chains[axis.size] = chain_for(m)
         points = [
-            (float(size), priced(chain_for(_multiple(m, size)), Axis(axis.hardware, size)))
-            if size != axis.size
-            else (float(size), priced(chain_for(m), axis))
-            for size in sizes
+            (float(size), priced(chain, axis if size == axis.size else Axis(axis.hardware, size)))
+            for size, chain in sorted(chains.items())
+            if not chain.misfit(size)
         ]
         found.append(
             _break_even("axis_size", axis.size, points, _steps(points, axis.hardware), axis.hardware)

@@ -6,12 +6,14 @@ wraparound, both directions of every link in use), a line (a torus axis without 
 before a reduce_scatter or an all_reduce. W is the bandwidth of an axis's links, both directions together, P
 the axis size.
 
-Every function raises ValueError for an axis size below 1 and for bytes that are negative or not finite.
+Every function raises ValueError for an axis size below 1 and for bytes that are negative or not finite, and
+TypeError for an axis size that is no whole number and for hardware that is no `Hardware`.
 """
 
 import math
 
 from cost_model.hardware import Hardware
+from cost_model.whole import whole
 
 
 def hop_s(shard_bytes: float, hardware: Hardware, *, distance: int = 1) -> float:
@@ -20,9 +22,13 @@ def hop_s(shard_bytes: float, hardware: Hardware, *, distance: int = 1) -> float
     The bytes are pipelined through the devices on the way, so distance multiplies only the latency:
     max(distance · latency, bytes / one-way bandwidth). Behind a switch every distance is one hop. With 1 µs
     and 4.5e10 B/s latency rules below 45 kB.
+
+    Raises:
+      ValueError: the distance is negative.
+      TypeError: it is no whole number.
     """
-    _check(shard_bytes, 1)
-    if distance < 0:
+    check(shard_bytes, 1, hardware)
+    if whole(distance, "distance") < 0:
         raise ValueError(f"distance must not be negative, got {distance!r}")
     if distance == 0:
         return 0.0
@@ -37,7 +43,7 @@ def all_gather_s(full_bytes: float, axis_size: int, hardware: Hardware) -> float
     array. Line: the shards of one end cross to the other, P-1 hops. Switch: a device receives P-1 shards
     through its own links, all peers at once, so the latency counts once.
     """
-    _check(full_bytes, axis_size)
+    check(full_bytes, axis_size, hardware)
     if axis_size == 1:
         return 0.0
     shard_bytes = full_bytes / axis_size
@@ -63,7 +69,7 @@ def all_to_all_s(full_bytes: float, axis_size: int, hardware: Hardware) -> float
     Ring: a quarter of the all_gather, V / 4W. Line: the middle link carries ⌊P/2⌋·⌈P/2⌉ of the P² blocks each
     way. Switch: a device sends P-1 blocks. On a torus the farthest block sets a latency of P/2 or P-1 hops.
     """
-    _check(full_bytes, axis_size)
+    check(full_bytes, axis_size, hardware)
     if axis_size == 1:
         return 0.0
     block_bytes = full_bytes / axis_size**2
@@ -75,8 +81,16 @@ def all_to_all_s(full_bytes: float, axis_size: int, hardware: Hardware) -> float
     return hop_s(crossing_blocks * block_bytes, hardware, distance=axis_size - 1)
 
 
-def _check(moved_bytes: float, axis_size: int) -> None:
-    if axis_size < 1:
+def check_hardware(hardware: Hardware) -> None:
+    """Raises TypeError if it is none: a name, say."""
+    if not isinstance(hardware, Hardware):
+        raise TypeError(f"hardware must be a Hardware, such as by_name('tpu_v5p'), got {hardware!r}")
+
+
+def check(moved_bytes: float, axis_size: int, hardware: Hardware) -> None:
+    """Raises what every function here does."""
+    check_hardware(hardware)
+    if whole(axis_size, "axis_size") < 1:
         raise ValueError(f"axis_size must be at least 1, got {axis_size!r}")
     if not (math.isfinite(moved_bytes) and moved_bytes >= 0):
         raise ValueError(f"bytes must be finite and not negative, got {moved_bytes!r}")

@@ -28,7 +28,10 @@ def parse_dtype(dtype: str) -> tuple[Kind, int]:
 
     Raises:
       ValueError: the name is not that of a numeric dtype or of bool.
+      TypeError: it is no text.
     """
+    if not isinstance(dtype, str):
+        raise TypeError(f"a dtype is given by its name, such as 'bfloat16', got {dtype!r}")
     if dtype == "bool":
         return "bool", 8
     if match := _NAME.fullmatch(dtype):
@@ -40,5 +43,5 @@ def parse_dtype(dtype: str) -> tuple[Kind, int]:
 
 
 def dtype_bytes(dtype: str) -> float:
-    """Bytes per element, packed: 2 for `"bfloat16"`, 0.5 for `"int4"`. Raises ValueError as `parse_dtype`."""
+    """Bytes per element, packed: 2 for `"bfloat16"`, 0.5 for `"int4"`. Raises as `parse_dtype`."""
     return parse_dtype(dtype)[1] / 8

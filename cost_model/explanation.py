@@ -243,10 +243,17 @@ def explain(chain: PlainChain, axis: Axis, among: Sequence[Form] | None = None) 
       among: forms of rings to price; all that fit if None.
 
     Raises:
-      ValueError: the axis has one device, so that nothing is communicated.
+      ValueError: the axis has one device, so that nothing is communicated, or the chain's dots cannot be cut
+        evenly over its devices.
+      TypeError: the chain or the axis is none.
     """
+    if not isinstance(chain, PlainChain):
+        raise TypeError(f"chain must be a PlainChain, as chain_of makes, got {chain!r}")
+    check_axis(axis)
     if axis.size < 2:
         raise ValueError("an axis of one device communicates nothing: give at least 2")
+    if misfit := chain.misfit(axis.size):
+        raise ValueError(misfit)
     candidates = [_candidate(chain, form, axis) for form in among or forms(chain, axis)]
     # A stable sort: of equals the simplest stays first, as the pass has it.
     candidates.sort(key=lambda candidate: candidate.estimate.rank, reverse=True)
@@ -258,6 +265,12 @@ def explain(chain: PlainChain, axis: Axis, among: Sequence[Form] | None = None) 
         collective=collective,
         candidates=tuple(candidates),
     )
+
+
+def check_axis(axis: Axis) -> None:
+    """Raises TypeError if it is none: hardware alone, say."""
+    if not isinstance(axis, Axis):
+        raise TypeError(f"axis must be an Axis, such as Axis(by_name('tpu_v5p'), 16), got {axis!r}")
 
 
 WAITING: Final = 0.9

@@ -17,11 +17,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from cost_model.matmul import Matmul
 from cost_model.plain_chain import Pattern
 from cost_model.strategies import Model
+from cost_model.whole import whole
 
 AxisName = Literal["pods", "pipeline", "data", "fsdp", "tensor"]
 
@@ -40,6 +41,7 @@ class Split:
 
     Raises:
       ValueError: a number is below 1.
+      TypeError: a number is no whole one.
     """
 
     pods: int = 1
@@ -50,8 +52,18 @@ class Split:
     microbatches: int = 1
 
     def __post_init__(self) -> None:
-        if min(dataclasses.astuple(self)) < 1:
-            raise ValueError(f"a mesh axis has at least one device, a step one microbatch, got {self}")
+        for field in dataclasses.fields(self):
+            if (number := whole(getattr(self, field.name), field.name)) < 1:
+                least = (
+                    "a step has one microbatch" if field.name == "microbatches" else "an axis has one device"
+                )
+                raise ValueError(f"{field.name} {number}: {least} at least")
+
+    def __str__(self) -> str:
+        """The mesh in words: "data 4 × fsdp 8, 2 microbatches"; "one device" where it is that."""
+        axes = {name: getattr(self, name) for name in get_args(AxisName)}
+        mesh = " × ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one device"
+        return mesh + (f", {self.microbatches} microbatches" if self.microbatches > 1 else "")
 
     @property
     def devices(self) -> int:
@@ -76,7 +88,7 @@ class Split:
             ("layers", model.layers, self.pipeline),
         ):
             if size % parts:
-                return f"{what} {size} cannot be cut into {parts}"
+                return f"{what} {size} cannot be cut into {parts} equal parts"
         return ""
 
 

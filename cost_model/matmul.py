@@ -1,6 +1,7 @@
 """The time of one local matmul: the TPU compiler's estimate, elsewhere a roofline with padding."""
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -8,6 +9,7 @@ from typing import Literal
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul_table import MatmulTable, Unit, table_of, unit_of
+from cost_model.whole import whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,7 @@ class Matmul:
 
     Raises:
       ValueError: a size is negative, or a dtype unknown.
+      TypeError: a size is no whole number, or a dtype no name.
     """
 
     batch: int = 1
@@ -35,10 +38,13 @@ class Matmul:
     rhs_dtype: str | None = None
 
     def __post_init__(self) -> None:
+        # Prices make matmuls by the thousand: the sizes of nearly all are ints.
+        if not type(self.batch) is type(self.m) is type(self.k) is type(self.n) is int:
+            for field in ("batch", "m", "k", "n"):
+                object.__setattr__(self, field, whole(getattr(self, field), f"a matmul's {field}"))
         if min(self.batch, self.m, self.k, self.n) < 0:
             raise ValueError(f"matmul sizes must not be negative, got {self}")
-        for dtype in (self.dtype, self.out_dtype, self.lhs_dtype, self.rhs_dtype):
-            dtype_bytes(dtype or self.dtype)
+        _check_dtypes(self.dtype, self.out_dtype, self.lhs_dtype, self.rhs_dtype)
 
     @property
     def flops(self) -> int:
@@ -86,6 +92,14 @@ class Matmul:
         """Multiplications and additions with m, k and n rounded up to multiples of the tile's."""
         m, k, n = tile
         return 2 * self.batch * (-(-self.m // m) * m) * (-(-self.k // k) * k) * (-(-self.n // n) * n)
+
+
+@functools.cache
+def _check_dtypes(*dtypes: str | None) -> None:
+    """Raises as `dtype_bytes` if one is unknown."""
+    for dtype in dtypes:
+        if dtype is not None:
+            dtype_bytes(dtype)
 
 
 def matmul_s(

@@ -14,14 +14,17 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 from cost_model.axis import Axis
+from cost_model.collectives import check_hardware
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.layer import AxisName, Split, backward, forward, reduction
 from cost_model.layer_time import PassTime, pass_time
 from cost_model.plain_chain import Forms, PlainChain, best
 from cost_model.ring import Estimate
+from cost_model.ring_order import Groups
 from cost_model.strategies import Model
 from cost_model.topology import Topology
+from cost_model.whole import whole
 
 IN_SLICE: Final[tuple[AxisName, ...]] = ("pipeline", "data", "fsdp", "tensor")
 """The mesh axes within a slice, from the slowest to the fastest changing coordinate."""
@@ -53,16 +56,21 @@ class Layout:
         return math.prod(parts[IN_SLICE.index(axis)] for parts in self.parts)
 
     def describe(self, axis: AxisName) -> str:
-        """The part of the slice that an axis has: "x, half of y"."""
+        """The part of the slice that an axis has: "x, z, and 2 of 4 along y". Empty of one device."""
         number = IN_SLICE.index(axis)
-        words = []
+        # What it has all of comes first: "2 of 4 along y, z" reads as if it were 2 of each.
+        entire, part = [], []
         for dim, parts in enumerate(self.parts):
             if parts[number] == 1:
                 continue
             name = "xyzw"[dim] if dim < len(self.shape) else "the chip's devices"
-            whole = math.prod(parts)
-            words.append(name if parts[number] == whole else f"{parts[number]} of {whole} along {name}")
-        return ", ".join(words)
+            length = math.prod(parts)
+            if parts[number] == length:
+                entire.append(name)
+            else:
+                part.append(f"{parts[number]} of {length} along {name}")
+        *words, last = [*entire, *part] or [""]
+        return ", ".join([*words, f"and {last}" if words and part else last])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,29 +151,40 @@ def best_splits(
       one `StepTime` per split that the model allows.
 
     Raises:
-      ValueError: no split fits; the message says why the last one does not. Or an axis or the goal is
-        unknown, or the slice has no devices, or there is no slice.
+      ValueError: no split fits; the message says why the last one does not, or what the one that takes the
+        least memory needs. Or an axis or the goal is unknown, the slice has no devices, there is no slice or
+        no memory, or the tokens cannot be cut over the pods.
+      TypeError: the model or the hardware is none, or a number of chips or pods no whole number.
     """
     _check_goal(goal)
+    if not isinstance(model, Model):
+        raise TypeError(f"model must be a Model, got {model!r}")
+    check_hardware(hardware)
+    shape = tuple(whole(length, "a slice's length") for length in shape)
     if not shape or min(shape) < 1:
-        raise ValueError(f"a slice has at least 1 chip along each dimension, got {tuple(shape)}")
-    if pods < 1:
-        raise ValueError(f"there is at least 1 pod, got {pods!r}")
+        raise ValueError(f"a slice has at least 1 chip along each dimension, got {shape}")
+    if whole(pods, "pods") < 1:
+        raise ValueError(f"pods {pods}: there is at least 1")
+    if model.tokens % pods:
+        raise ValueError(f"tokens {model.tokens} cannot be cut evenly over pods {pods}")
+    if not memory_bytes > 0:  # so that it refuses NaN too
+        raise ValueError(f"memory_bytes {memory_bytes!r} leaves no room for any weight")
     if unknown := [axis for axis in axes if axis not in IN_SLICE]:
         raise ValueError(f"unknown mesh axis {unknown[0]!r}; known: {', '.join(IN_SLICE)}")
-    slice_of = _Slice(hardware, tuple(shape), pods, among, starts_implied)
+    slice_of = _Slice(hardware, shape, pods, among, starts_implied)
     found: dict[Split, StepTime] = {}
-    misfit = ""
+    misfit = f"its devices cannot be divided over {tuple(axes)}"
+    least: Split | None = None
     every = tuple(layouts(slice_of.shape, hardware, axes))
     for number, layout in enumerate(every, 1):
         sizes = {axis: layout.size(axis) for axis in IN_SLICE}
         for count in microbatches if sizes["pipeline"] > 1 else (1,):
             split = Split(pods=pods, microbatches=count, **sizes)
-            misfit_here = split.misfit(model)
-            if not misfit_here and (needed := state_bytes(model, split)) > memory_bytes:
-                misfit_here = f"a device's share of the state takes {needed:.3g} bytes"
-            if misfit_here:
-                misfit = f"{split}: {misfit_here}"
+            if here := split.misfit(model):
+                misfit = f"the last tried, {split}: {here}"
+                continue
+            if state_bytes(model, split) > memory_bytes:
+                least = min(least or split, split, key=lambda of: state_bytes(model, of))
                 continue
             step = slice_of.step(model, split, layout)
             if split not in found or _rank(step, goal) < _rank(found[split], goal):
@@ -173,8 +192,13 @@ def best_splits(
         if progress is not None:
             progress(number, len(every))
     if not found:
-        tried = f"last tried {misfit}" if misfit else f"its devices cannot be divided over {tuple(axes)}"
-        raise ValueError(f"the model fits no split of {pods} × {'x'.join(map(str, shape))}; {tried}")
+        if least is not None:
+            misfit = (
+                f"{least}, which needs the least memory, needs {state_bytes(model, least) / 2**30:.3g} GiB "
+                f"of a device for weights and Adam's state, more than memory_bytes {memory_bytes:.10g}"
+            )
+        where = f"{'x'.join(map(str, shape))}" + (f" in each of {pods} pods" if pods > 1 else "")
+        raise ValueError(f"the model fits no split of {where}; {misfit}")
     return tuple(sorted(found.values(), key=lambda step: _rank(step, goal)))
 
 
@@ -245,12 +269,13 @@ class _Slice:
         self._rings: dict[tuple[PlainChain, AxisName | Dims], tuple[str, Estimate]] = {}
 
     def step(self, model: Model, split: Split, layout: Layout) -> StepTime:
-        axes: dict[AxisName, Axis] = {axis: axis_on(layout, axis, self.hardware) for axis in IN_SLICE}
+        dims: dict[AxisName, Dims] = {axis: _dims(layout, axis) for axis in IN_SLICE}
+        axes: dict[AxisName, Axis] = {axis: _axis(of, self.hardware) for axis, of in dims.items()}
         axes["pods"] = self.pods
 
         def price(chain: PlainChain, axis: AxisName) -> tuple[str, Estimate]:
             # Two axes are compared by what they have of the slice: to compare their links takes long.
-            key = chain, axis if axis == "pods" else _dims(layout, axis)
+            key = chain, axis if axis == "pods" else dims[axis]
             if key not in self._rings:
                 started = replace(chain, starts_implied=self.starts_implied)
                 among = self.among and self.among(started, axes[axis])
@@ -302,16 +327,46 @@ def _axis(dims: Dims, hardware: Hardware) -> Axis:
     size = math.prod(part for _, _, part, _ in dims)
     if size == 1 or hardware.network == "switch":
         return Axis(hardware, size)
+    topology, groups = _laid(dims, hardware)
+    # No group leaves its part of a dimension of which it has a part: one part is as good as all.
+    cells = tuple(
+        (part * stride, part * stride, part, stride) if chips else (chips, length, part, stride)
+        for chips, length, part, stride in dims
+    )
+    return Axis.of(topology, groups, None if cells == dims else _laid(cells, hardware, dims))
+
+
+def _laid(dims: Dims, hardware: Hardware, within: Dims = ()) -> tuple[Topology, Groups]:
+    """The chips of some dimensions, and the groups of the axis there.
+
+    Args:
+      dims: see `_dims`.
+      hardware: the device.
+      within: of parts of longer dimensions, those: a part does not wrap around.
+    """
     lengths = tuple(length for _, length, _, _ in dims)
     cores = next((length for chips, length, _, _ in dims if not chips), 1)
     shape = tuple(chips for chips, *_ in dims if chips) or (1,)
-    topology = Topology.torus(shape, hardware, cores=cores)
+    open_ends = tuple(
+        chips < whole_dim[0] for (chips, *_), whole_dim in zip(dims, within or dims, strict=True) if chips
+    )
+    topology = _torus(shape, hardware, cores, open_ends or (False,))
     groups: dict[Parts, list[tuple[Parts, int]]] = {}
     for device, at in enumerate(itertools.product(*map(range, lengths))):
         place = tuple(i // stride % part for i, (_, _, part, stride) in zip(at, dims, strict=True))
         rest = tuple(i - j * stride for i, j, (_, _, _, stride) in zip(at, place, dims, strict=True))
         groups.setdefault(rest, []).append((place, device))
-    return Axis.of(topology, tuple(tuple(device for _, device in sorted(group)) for group in groups.values()))
+    return topology, tuple(tuple(device for _, device in sorted(group)) for group in groups.values())
+
+
+@functools.lru_cache(maxsize=64)
+def _torus(shape: tuple[int, ...], hardware: Hardware, cores: int, open_ends: tuple[bool, ...]) -> Topology:
+    """The chips of some of the dimensions, one and the same for all axes there."""
+    wraparound = [
+        not ends and length > 2 and hardware.has_wraparound(length)
+        for length, ends in zip(shape, open_ends, strict=True)
+    ]
+    return Topology.torus(shape, hardware, cores=cores, wraparound=wraparound)
 
 
 def _boundary_s(sent_bytes: float, axis: Axis) -> float:

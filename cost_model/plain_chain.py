@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, get_args
 
 from cost_model.axis import Axis
 from cost_model.chain_sizes import CutRows, GatherSizes, ScatterSizes, Sizes, pricer
@@ -23,6 +23,7 @@ from cost_model.offloaded import sums_whole
 from cost_model.ring import Estimate
 from cost_model.ring_work import RingWork
 from cost_model.tile import tile_rows
+from cost_model.whole import whole
 
 Pattern = Literal["all_gather_dot", "dot_reduce_scatter", "dot_psum", "all_to_all_dot", "dot_all_to_all"]
 PATTERNS: Final[tuple[Pattern, ...]] = get_args(Pattern)
@@ -63,9 +64,9 @@ class PlainDot:
 
     def piece(self, share: Fraction, second: tuple[Dim, Fraction] | None = None) -> Matmul:
         """The dot on a share of the cut dim, and perhaps of a second one, sizes rounded up."""
-        sizes = {self.cut: math.ceil(getattr(self.matmul, self.cut) * share)}
+        sizes: dict[str, Any] = {self.cut: _share(getattr(self.matmul, self.cut), share)}
         if second is not None:
-            sizes[second[0]] = math.ceil(getattr(self.matmul, second[0]) * second[1])
+            sizes[second[0]] = _share(getattr(self.matmul, second[0]), second[1])
         return dataclasses.replace(self.matmul, **sizes)
 
 
@@ -115,6 +116,14 @@ class PlainChain:
     def moved_bytes(self) -> float:
         """Bytes of the whole array, V."""
         return self.elements * dtype_bytes(self.dtype)
+
+    def misfit(self, axis_size: int) -> str:
+        """Why the chain cannot be cut into the blocks of so many devices; empty if it can."""
+        for dot in self.dots:
+            name, size = dot.cut if dot.cut == "batch" else dot.cut.upper(), getattr(dot.matmul, dot.cut)
+            if size % axis_size:
+                return f"{name} = {size} cannot be cut evenly over {axis_size} devices"
+        return ""
 
     def wire_bytes(self, axis: Axis) -> float:
         """Bytes of the whole array as it travels.
@@ -230,12 +239,16 @@ def chain_of(
     Raises:
       ValueError: a size is below 1, the dtype is unknown, or the dot has no such dim, or the pattern does not
         cut it.
+      TypeError: a size is no whole number.
     """
+    m, k, n = (whole(size, name) for size, name in zip((m, k, n), "MKN", strict=True))
     if min(m, k, n) < 1:
         raise ValueError(f"a dot's sizes are at least 1, got M, K, N = {m}, {k}, {n}")
     if cut not in ("m", "k", "n"):
         raise ValueError(f"cut is m, k or n, got {cut!r}")
     gathers = pattern in ("all_gather_dot", "all_to_all_dot")
+    if cut == "k" and pattern in ("dot_reduce_scatter", "dot_psum", "dot_all_to_all"):
+        raise ValueError(f"{pattern} scatters a dim of the dot's result, m or n, not k")
     side = {"m": "lhs", "n": "rhs", "k": operand or "lhs"}[cut]
     if operand is not None and operand != side:
         raise ValueError(f"{cut} is no dim of the {operand}")
@@ -278,15 +291,21 @@ def works(chain: PlainChain, form: Form, axis: Axis) -> tuple[RingWork, ...]:
 
 def price(chain: PlainChain, form: Form, axis: Axis) -> Estimate:
     """The predicted times of the chain as it stands, and as rings of this form."""
+    return _pricer(chain, axis)(form)
+
+
+def _pricer(chain: PlainChain, axis: Axis) -> Callable[[Form], Estimate]:
+    """Prices forms of one chain: what they have in common is found once."""
     if "all_to_all" in chain.pattern:
         share = Fraction(1, axis.size)
-        return exchange_estimate(
+        exchanged = exchange_estimate(
             block_bytes=chain.moved_bytes / axis.size,
             matmuls=tuple(dot.matmul for dot in chain.dots),
             partials=tuple(dot.piece(share) for dot in chain.dots),
             axis=axis,
         )
-    return pricer(chain.sizes(axis), axis, psum=chain.pattern == "dot_psum")(form)
+        return lambda _: exchanged
+    return pricer(chain.sizes(axis), axis, psum=chain.pattern == "dot_psum")
 
 
 def pays(priced: Estimate, hardware: Hardware) -> bool:
@@ -304,7 +323,8 @@ def best(chain: PlainChain, axis: Axis, among: Sequence[Form] | None = None) -> 
 
     First of all come those that need no more memory than the chain as written.
     """
-    priced = [(form, price(chain, form, axis)) for form in among or forms(chain, axis)]
+    price_of = _pricer(chain, axis)
+    priced = [(form, price_of(form)) for form in among or forms(chain, axis)]
     return max(priced, key=lambda pair: pair[1].rank)
 
 
@@ -312,6 +332,11 @@ def gathered_bytes(chain: PlainChain, axis: Axis) -> float:
     """Bytes of the array as an all_gather moves it: where the compiler may round it, the half."""
     sent_bytes = chain.wire_bytes(axis)
     return sent_bytes / 2 if chain.may_round(axis) and sent_bytes == chain.moved_bytes else sent_bytes
+
+
+def _share(size: int, share: Fraction) -> int:
+    """A share of a size, rounded up."""
+    return -(-size * share.numerator // share.denominator)
 
 
 def _accumulator(dtype: str) -> str:

@@ -15,6 +15,7 @@ from typing import Final, Literal, get_args
 
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
+from cost_model.whole import whole
 
 Strategy = Literal["data", "fsdp", "tensor", "fsdp_tensor"]
 STRATEGIES: Final[tuple[Strategy, ...]] = get_args(Strategy)
@@ -37,8 +38,9 @@ class Model:
       dtype: of weights, activations and gradients as they are multiplied and sent.
 
     Raises:
-      ValueError: a size is below 1 (or below 0 where 0 leaves something out), or kv_heads does not divide
-        heads.
+      ValueError: a size is below 1 (or below 0 where 0 leaves something out), kv_heads does not divide heads,
+        or there are kv_heads or a sequence without heads.
+      TypeError: a size is no whole number, or the dtype no name.
     """
 
     layers: int
@@ -55,11 +57,20 @@ class Model:
     def __post_init__(self) -> None:
         for field in ("layers", "d_model", "d_ff", "tokens", "head_dim"):
             if not getattr(self, field) >= 1:  # so that it refuses NaN too
-                raise ValueError(f"a model's {field} is at least 1, got {getattr(self, field)!r}")
-        if min(self.heads, self.sequence) < 0:
-            raise ValueError(f"heads and sequence must not be negative, got {self}")
-        if self.kv_heads is not None and (self.kv_heads < 1 or self.heads % self.kv_heads):
-            raise ValueError(f"kv_heads must divide heads, got {self.kv_heads} and {self.heads}")
+                raise ValueError(f"{field} {getattr(self, field)!r}: a model has at least 1")
+            whole(getattr(self, field), f"a model's {field}")
+        for field in ("heads", "sequence"):
+            if whole(getattr(self, field), f"a model's {field}") < 0:
+                raise ValueError(f"{field} {getattr(self, field)!r} must not be negative")
+        if self.sequence and not self.heads:
+            raise ValueError(f"sequence {self.sequence} needs heads: without them a model has no attention")
+        if self.kv_heads is not None:
+            if not self.heads:
+                raise ValueError(
+                    f"kv_heads {self.kv_heads} needs heads: without them a model has no attention"
+                )
+            if whole(self.kv_heads, "a model's kv_heads") < 1 or self.heads % self.kv_heads:
+                raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
         dtype_bytes(self.dtype)
 
     @property

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -295,10 +296,15 @@ class Topology:
         """What a permute comes to, whatever it sends: seconds of the longest way, and per byte of a shard."""
         ways: list[Way] = []
         others: list[tuple[int, int]] = []
+        found: dict[Coords, Coords] = {}
         for pair in pairs:
             start, end = map(self._place, pair)
             if start.domain == end.domain and start.coords != end.coords:
-                ways.append((start.domain, start.coords, self._ahead(start.coords, end.coords)))
+                # Of two chips as far apart as two before the way is as theirs.
+                apart = tuple(map(operator.sub, end.coords, start.coords))
+                if apart not in found:
+                    found[apart] = self._ahead(start.coords, end.coords)
+                ways.append((start.domain, start.coords, found[apart]))
             else:
                 others.append(pair)
         longest = max((sum(map(abs, ahead)) for _, _, ahead in ways), default=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import re
 import sys
@@ -88,16 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
                 starts_implied=not shims.EXPLICIT_STARTS,
             )
 
-        cut = {"m": m, "k": k, "n": n}[arguments.cut]
-        if cut % axis.size:
-            raise PlanError(f"{arguments.cut.upper()} = {cut} cannot be cut evenly over {axis.size} devices")
         explanation = explain(chain(m), axis, considered(chain(m), axis))
         found = break_evens(chain, axis, m, among=considered, resize=arguments.topology is None)
         if arguments.plot is not None:
             drawn = _plot(
                 found, arguments.plot, f"{arguments.pattern}, {arguments.shape}, {axis.hardware.name}"
             )
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"overlap plan: {error}", file=sys.stderr)
         return FAILED
     if arguments.json:
@@ -155,7 +153,13 @@ def _figures(found: BreakEven) -> dict[str, Any]:
 
 
 def _plot(found: Sequence[BreakEven], path: str, title: str) -> str:
-    """Draws the picture, and returns its path: of a name without a suffix it is that of a PNG."""
+    """Draws the picture, and returns its path: of a name without a suffix it is that of a PNG.
+
+    Raises:
+      PlanError: it cannot be drawn there.
+    """
+    if not path:
+        raise PlanError("--plot is empty: name a file, such as plan.png")
     if Path(path).is_dir():
         raise PlanError(f"--plot {path} is a directory: name a file, such as {Path(path, 'plan.png')}")
     named = path if Path(path).suffix else f"{path}.png"
@@ -167,7 +171,29 @@ def _plot(found: Sequence[BreakEven], path: str, title: str) -> str:
         raise PlanError(
             f"--plot needs {error.name}, which is not installed: pip install matplotlib"
         ) from error
+    except OSError as error:
+        raise PlanError(f"--plot {path} cannot be written: {_reason(error)}") from error
     return named
+
+
+def hardware_given(name: str) -> Hardware:
+    """The hardware of the option ``--hardware``: of a name, or of a file that ``calibrate`` wrote.
+
+    Raises:
+      ValueError: the name is unknown, or the file cannot be read or is of no use.
+    """
+    try:
+        return hardware_of(name)
+    except OSError as error:
+        raise PlanError(f"--hardware {name} cannot be read: {_reason(error)}") from error
+    except ValueError as error:
+        like = [] if name.endswith(".json") else difflib.get_close_matches(name, cost_model.names(), 1)
+        raise PlanError(f"{error}{''.join(f'; did you mean {each}?' for each in like)}") from error
+
+
+def _reason(error: OSError) -> str:
+    """Why a file could not be read or written: "no such file or directory"."""
+    return (error.strerror or str(error)).lower()
 
 
 def _shape(given: str) -> tuple[int, int, int]:
@@ -183,7 +209,7 @@ def _axis(arguments: argparse.Namespace) -> Axis:
     Raises:
       ValueError: hardware or size are missing or unknown, or contradict the slice.
     """
-    hardware: Hardware | None = hardware_of(arguments.hardware) if arguments.hardware else None
+    hardware = None if arguments.hardware is None else hardware_given(arguments.hardware)
     size: int | None = arguments.axis_size
     if size is not None and size < 2:
         raise PlanError(f"--axis-size {size}: an axis of fewer than 2 devices communicates nothing")

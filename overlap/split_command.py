@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from cost_model import Hardware
-from cost_model.calibration import hardware_of
 from cost_model.layer import AxisName, Split
 from cost_model.layer_time import PassTime
 from cost_model.mesh_split import GOALS, IN_SLICE, StepTime, best_splits
@@ -18,6 +18,7 @@ from cost_model.strategies import Model
 from overlap import tpu_slice
 from overlap.figures_table import figures_table
 from overlap.plain_text import PIPE_COLUMNS, columns, plain_text, wrapped
+from overlap.plan_command import hardware_given
 from overlap.progress_bar import progress_bar
 from overlap.units import digits, duration, size
 from passes import shims
@@ -77,7 +78,10 @@ def add_commands(commands: Any) -> None:
     )
     parser.add_argument("--pods", type=int, default=1, metavar="N", help="slices, data parallel (default: 1)")
     parser.add_argument(
-        "--microbatches", default="1", metavar="N,N", help="numbers to try with a pipeline (default: 1)"
+        "--microbatches",
+        default="1",
+        metavar="N,N",
+        help="numbers to try with a pipeline in --axes (default: 1)",
     )
     parser.add_argument(
         "--memory", type=float, metavar="GIB", help="what weights and Adam's state of a device may take"
@@ -102,23 +106,32 @@ def run(arguments: argparse.Namespace) -> int:
         )
         if arguments.rows < 1:
             raise ValueError(f"--rows {arguments.rows}: there is at least one to show")
+        axes, microbatches = _names(arguments.axes), _numbers(arguments.microbatches)
+        if microbatches != (1,) and "pipeline" not in axes:
+            raise ValueError(
+                f"--microbatches {arguments.microbatches} is of no use without a pipeline: give "
+                f"--axes pipeline,{arguments.axes} too"
+            )
         with progress_bar("pricing splits") as progress:
             found = best_splits(
                 model,
                 hardware,
                 shape,
-                axes=_names(arguments.axes),
+                axes=axes,
                 pods=arguments.pods,
-                microbatches=_numbers(arguments.microbatches),
+                microbatches=microbatches,
                 memory_bytes=_memory_bytes(arguments.memory),
                 goal=arguments.goal,
                 among=considered,
                 starts_implied=not shims.EXPLICIT_STARTS,
                 progress=progress,
             )
-    except (ValueError, OSError) as error:
-        print(f"overlap split: {error}", file=sys.stderr)
+    except ValueError as error:
+        print(f"overlap split: {_as_options(str(error), arguments)}", file=sys.stderr)
         return FAILED
+    if unfit := sorted({*microbatches} - {step.split.microbatches for step in found}):
+        numbers = ", ".join(map(str, unfit))
+        print(f"overlap split: no split with {numbers} microbatches fits the model", file=sys.stderr)
     if arguments.json:
         print(json.dumps({"schema": 1, "splits": [_figures(step) for step in found]}, indent=2))
         return 0
@@ -138,7 +151,10 @@ def _slice(arguments: argparse.Namespace) -> tuple[Hardware, tuple[int, ...]]:
     Raises:
       ValueError: they are unknown, or contradict each other.
     """
-    given = None if arguments.hardware is None else hardware_of(arguments.hardware)
+    given = None if arguments.hardware is None else hardware_given(arguments.hardware)
+    if re.fullmatch(r"(\w+:)?\d+(x\d+){0,2}", arguments.topology) and re.search(r"\d{6}", arguments.topology):
+        most = f"{tpu_slice.MOST_CHIPS:,}"
+        raise ValueError(f"--topology {arguments.topology} is too large: the largest pod has {most} chips")
     hardware, shape = tpu_slice.slice_on(arguments.topology, given)
     if hardware is None:
         raise ValueError(f"--topology {arguments.topology} needs its name, such as v5p:4x4x4")
@@ -147,6 +163,14 @@ def _slice(arguments: argparse.Namespace) -> tuple[Hardware, tuple[int, ...]]:
 
 def _option(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def _as_options(said: str, arguments: argparse.Namespace) -> str:
+    """What an error says, in which arguments of Python with their values, ``d_ff 64``, become options."""
+    if arguments.memory is not None:
+        said = re.sub(r"\bmemory_bytes [\d.e+]+", f"--memory {arguments.memory:g}", said)
+    names = "|".join((*SIZES, *ATTENTION, "pods"))
+    return re.sub(rf"(?<!-)\b({names}) (?=-?\d)", lambda found: f"{_option(found[1])} ", said)
 
 
 def _names(given: str) -> tuple[Any, ...]:
@@ -187,7 +211,7 @@ def _splits(steps: tuple[StepTime, ...]) -> Table:
     for step in steps:
         plain_s, overlapped_s = step.step_s("plain"), step.step_s("overlapped")
         table.add_row(
-            _name(step),
+            str(step.split),
             duration(plain_s),
             duration(overlapped_s),
             f"×{plain_s / overlapped_s:.2f}",
@@ -195,14 +219,6 @@ def _splits(steps: tuple[StepTime, ...]) -> Table:
             size(round(step.state_bytes)),
         )
     return table
-
-
-def _name(step: StepTime) -> str:
-    """The mesh: ``data 4 × fsdp 8``; of one device, ``one device``."""
-    split = step.split
-    words = " × ".join(f"{axis} {count}" for axis, count in _mesh(split).items() if count > 1)
-    words += f", {split.microbatches} microbatches" if split.microbatches > 1 else ""
-    return words or "one device"
 
 
 def _mesh(split: Split) -> Mapping[str, int]:

@@ -1,7 +1,11 @@
 """One mesh axis: what a step of rings, a hop and a collective take, with and without known places."""
 
 import dataclasses
+import itertools
+import math
+from typing import Any
 
+import numpy as np
 import pytest
 
 from cost_model import Axis, Topology, all_gather_s, all_reduce_s, all_to_all_s, by_name, ring_hop_s
@@ -23,6 +27,46 @@ def whole_slice(*shape: int) -> Axis:
 def test_an_axis_has_a_device(size: int) -> None:
     with pytest.raises(ValueError, match=f"axis_size must be at least 1, got {size}"):
         Axis(V5P, size)
+
+
+@pytest.mark.parametrize("size", [math.nan, 2.5, "4", None])
+def test_an_axis_size_is_a_whole_number(size: Any) -> None:
+    with pytest.raises(TypeError, match="axis_size must be a whole number, got"):
+        Axis(V5P, size)
+
+
+def test_numpy_s_whole_numbers_are_as_good() -> None:
+    axis = Axis(V5P, np.int32(4))  # type: ignore[arg-type]
+    assert axis == Axis(V5P, 4) and type(axis.size) is int
+
+
+def test_a_name_is_no_hardware() -> None:
+    name: Any = "tpu_v5p"
+    for refused in (lambda: Axis(name, 4), lambda: ring_hop_s(1, 4, name, directions=1)):
+        with pytest.raises(TypeError, match=r"hardware must be a Hardware, such as by_name\('tpu_v5p'\)"):
+            refused()
+
+
+def test_a_ring_runs_in_one_or_two_directions() -> None:
+    with pytest.raises(ValueError, match="1 or 2 directions, got 3"):
+        ring_hop_s(1, 4, V5P, directions=3)  # type: ignore[arg-type]
+
+
+def test_what_is_kept_of_an_axis_is_what_its_groups_cost() -> None:
+    topology = Topology.torus((4, 4, 2), V5P)
+    axes = [
+        Axis.of(topology, tuple(tuple(range(first, first + 8)) for first in range(0, 32, 8))),
+        Axis.of(topology, tuple(tuple(range(first, 32, 4)) for first in range(4))),
+    ]
+    for axis, full_bytes in itertools.product(axes, (0.0, 1e3, 12_345_678.9, 1e12 / 7)):
+        of = axis.groups, topology
+        assert axis.all_gather_s(full_bytes) == groups_of.all_gather_s(full_bytes, *of)
+        assert axis.all_reduce_s(full_bytes) == groups_of.all_reduce_s(full_bytes, *of)
+    assert len({*axes, dataclasses.replace(axes[0])}) == 2
+    for wrong in (math.nan, -1.0, math.inf):
+        for asked in (axes[0].all_gather_s, axes[0].all_reduce_s, lambda sent: axes[0].step_s(sent, 1)):
+            with pytest.raises(ValueError, match="bytes must be finite and not negative"):
+                asked(wrong)
 
 
 # Hops and steps without known places.

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -89,9 +90,19 @@ def test_impossible_sizes_are_refused(
         collective(size, axis_size, _V4)
 
 
-def test_a_negative_distance_is_refused() -> None:
+@pytest.mark.parametrize("collective", _COLLECTIVES)
+def test_a_size_that_is_no_whole_number_and_a_name_of_hardware_are_refused(collective: Any) -> None:
+    with pytest.raises(TypeError, match=r"axis_size must be a whole number, got 2\.5"):
+        collective(1e6, 2.5, _V4)
+    with pytest.raises(TypeError, match=r"hardware must be a Hardware, .*, got 'tpu_v5p'"):
+        collective(1e6, 4, "tpu_v5p")
+
+
+def test_a_distance_is_a_whole_number_and_not_negative() -> None:
     with pytest.raises(ValueError, match="distance"):
         hop_s(1, _V4, distance=-1)
+    with pytest.raises(TypeError, match="distance must be a whole number, got nan"):
+        hop_s(1, _V4, distance=math.nan)  # type: ignore[arg-type]
 
 
 @given(

@@ -1,6 +1,7 @@
 """Element types by name."""
 
 import re
+from typing import Any
 
 import ml_dtypes
 import pytest
@@ -38,6 +39,12 @@ def test_bfloat16_is_a_float() -> None:
 )
 def test_what_is_not_a_dtype_name_is_refused(dtype: str) -> None:
     with pytest.raises(ValueError, match=r"unknown dtype .*; known: .*bfloat16, int1/2/4/8/16/32/64, "):
+        dtype_bytes(dtype)
+
+
+@pytest.mark.parametrize("dtype", [None, 16, float])
+def test_a_dtype_is_given_by_its_name(dtype: Any) -> None:
+    with pytest.raises(TypeError, match="a dtype is given by its name, such as 'bfloat16', got"):
         dtype_bytes(dtype)
 
 

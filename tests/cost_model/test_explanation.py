@@ -240,6 +240,36 @@ class TestTerms:
         with pytest.raises(ValueError, match="at least 2"):
             explain(gather(), Axis(V5P, 1))
 
+    @pytest.mark.parametrize(
+        ("cut", "size", "said"),
+        [
+            ("m", 7, "M = 8192 cannot be cut evenly over 7 devices"),
+            ("k", 24, "K = 8192 cannot be cut evenly over 24 devices"),
+            ("n", 3, "N = 2048 cannot be cut evenly over 3 devices"),
+        ],
+    )
+    def test_what_cannot_be_cut_evenly_has_no_price(self, cut: Any, size: int, said: str) -> None:
+        def chain(m: int) -> PlainChain:
+            return chain_of("all_gather_dot", m, 8192, 2048, cut=cut)
+
+        axis = Axis(V5P, size)
+        with pytest.raises(ValueError, match=said):
+            explain(chain(8192), axis)
+        with pytest.raises(ValueError, match=said):
+            break_evens(chain, axis, 8192)
+        batched = PlainChain(
+            pattern="dot_psum", dots=(PlainDot(Matmul(batch=9, m=8, k=8, n=8), "batch"),), elements=9 * 64
+        )
+        assert batched.misfit(3) == ""
+        assert batched.misfit(2) == "batch = 9 cannot be cut evenly over 2 devices"
+
+    def test_what_is_no_chain_or_no_axis_is_refused(self) -> None:
+        nothing: Any = None
+        with pytest.raises(TypeError, match="axis must be an Axis, such as Axis"):
+            explain(gather(), V5P)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="chain must be a PlainChain, as chain_of makes, got None"):
+            explain(nothing, RING)
+
 
 class TestForms:
     def test_an_axis_of_several_rings_has_forms_for_each(self) -> None:
@@ -268,6 +298,9 @@ class TestForms:
             chain_of("all_gather_dot", 8, 8, 8, cut="m", operand="rhs")
         with pytest.raises(ValueError, match="at least 1"):
             chain_of("all_gather_dot", 0, 8, 8)
+        for size in (float("nan"), 8.0, "8"):
+            with pytest.raises(TypeError, match="K must be a whole number, got"):
+                chain_of("all_gather_dot", 8, size, 8)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="cut is m, k or n, got 'z'"):
             chain_of("all_gather_dot", 8, 8, 8, cut="z")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="unknown pattern"):
@@ -319,6 +352,23 @@ class TestBreakEven:
         tokens, *_ = break_evens(chain, RING, 512)
         assert tokens.here == 512
         assert dict(tokens.points)[512.0] == explain(chain(512), RING).best.estimate
+
+    def test_axis_sizes_over_which_the_dot_cannot_be_cut_are_left_out(self) -> None:
+        _, sizes, _ = break_evens(lambda m: chain_of("dot_psum", m, 512, 6 * 512, cut="n"), RING, 512)
+        assert [size for size, _ in sizes.points] == [2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128]
+        _, sizes, _ = break_evens(lambda m: chain_of("dot_psum", m, 512, 2048, cut="n"), RING, 512)
+        assert [size for size, _ in sizes.points] == [2, 4, 8, 16, 32, 64, 128]
+
+    def test_what_is_of_no_use_is_refused(self) -> None:
+        some: Any = gather()
+        with pytest.raises(TypeError, match="chain_for is a function from rows to their chain"):
+            break_evens(some, RING, 8192)
+        with pytest.raises(TypeError, match="axis must be an Axis"):
+            break_evens(lambda m: gather(m), V5P, 8192)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"M must be a whole number, got 8192\.0"):
+            break_evens(lambda m: gather(m), RING, 8192.0)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="M must be at least 1, got 0"):
+            break_evens(lambda m: gather(m), RING, 0)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

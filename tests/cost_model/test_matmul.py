@@ -1,8 +1,10 @@
 """The time of a matmul, against the TPU compiler's estimates and its own laws."""
 
 import dataclasses
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -122,6 +124,19 @@ def test_an_empty_matmul_is_free() -> None:
 def test_impossible_matmuls_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         dataclasses.replace(Matmul(m=8, k=8, n=8), **bad)
+
+
+@pytest.mark.parametrize("bad", [{"m": 1.5}, {"k": math.nan}, {"n": "8"}, {"batch": None}, {"m": 2.0}])
+def test_sizes_are_whole_numbers(bad: dict[str, Any]) -> None:
+    (field,) = bad
+    with pytest.raises(TypeError, match=f"a matmul's {field} must be a whole number, got"):
+        dataclasses.replace(Matmul(m=8, k=8, n=8), **bad)
+
+
+def test_numpy_s_whole_numbers_are_as_good_and_do_not_overflow() -> None:
+    size: Any = np.int32(2**15)
+    matmul = Matmul(m=size, k=size, n=size)
+    assert matmul == Matmul(m=2**15, k=2**15, n=2**15) and matmul.flops == 2**46
 
 
 def test_pieces_share_the_operand_that_is_not_cut() -> None:

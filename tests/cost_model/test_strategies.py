@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -23,6 +24,7 @@ from cost_model.mesh_split import (
     state_bytes,
 )
 from cost_model.plain_chain import PlainChain, forms
+from cost_model.ring_order import ring_step_s
 from cost_model.strategies import (
     STRATEGIES,
     Model,
@@ -36,6 +38,7 @@ from cost_model.strategies import (
     pod_tokens,
     tokens_per_pod,
 )
+from cost_model.walk import walk_step_s
 
 V5P = by_name("tpu_v5p")
 B, D, F = 48_000, 8192, 32_768
@@ -266,6 +269,49 @@ class TestTheSplit:
         assert outer.step_s(1e9, 1) == pytest.approx(4e9 / 9e10)
         assert layout.describe("fsdp") == "4 of 16 along x"
 
+    @pytest.mark.parametrize(
+        ("shape", "hardware"),
+        [
+            ((16,), "tpu_v5e"),
+            ((8, 8), "tpu_v5p"),
+            ((4, 6), "tpu_v5p"),
+            ((4, 4, 8), "tpu_v4"),
+            ((4, 8), "tpu_7x"),
+        ],
+    )
+    def test_what_is_found_on_a_part_of_a_slice_is_so_on_all_of_it(
+        self, shape: tuple[int, ...], hardware: str
+    ) -> None:
+        every = {
+            axis_on(layout, axis, by_name(hardware))
+            for layout in layouts(shape, by_name(hardware))
+            for axis in IN_SLICE
+        }
+        assert any(axis.cell is not None for axis in every)
+        for axis in every:
+            if axis.topology is None:
+                continue
+            whole = Axis.of(axis.topology, axis.groups)
+            assert axis == whole and whole.cell is None
+            for rings, directions in itertools.product(range(1, len(axis.orders) + 1), (1, 2)):
+                for sent in (0.0, 1e3, 12_345_678.9):
+                    step_s = ring_step_s(
+                        axis.orders[:rings], sent, axis.topology, axis.groups, directions=directions
+                    )
+                    assert axis.step_s(sent, directions, rings) == step_s  # type: ignore[arg-type]
+            if axis.walks:
+                step_s = walk_step_s(axis.walks, 1e7 / 3, axis.topology, axis.groups)
+                assert axis.step_s(1e7 / 3, 2, walks=True) == step_s
+            for distance in (1, 2, axis.size // 2, axis.size - 1):
+                assert axis.permute_s(1e7, distance) == whole.permute_s(1e7, distance)
+
+    def test_the_dimensions_that_an_axis_has_all_of_come_first(self) -> None:
+        layout = Layout((4, 16, 4), ((1, 1, 4, 1), (1, 8, 2, 1), (1, 1, 4, 1)))
+        assert layout.describe("fsdp") == "x, z, and 2 of 16 along y"
+        assert layout.describe("data") == "8 of 16 along y" and layout.describe("tensor") == ""
+        shared = Layout((4, 4), ((1, 1, 2, 2), (1, 1, 2, 2)))
+        assert shared.describe("fsdp") == "2 of 4 along x, and 2 of 4 along y"
+
     def test_the_fastest_split_comes_first_and_none_is_missing(self) -> None:
         steps = best_splits(MLP, V5P, (4, 4), goal="overlapped")
         assert {(s.split.fsdp, s.split.tensor) for s in steps} == {(16 // y, y) for y in (1, 2, 4, 8, 16)}
@@ -311,8 +357,12 @@ class TestTheSplit:
         assert free[0].state_bytes > 40e9
         assert state_bytes(model, Split(data=16)) == 48 * 2 * D * F * 10
         assert tight and all(step.state_bytes <= 40e9 for step in tight)
-        with pytest.raises(ValueError, match="state takes"):
+        least = r"tensor 16, which needs the least memory, needs 15 GiB .* memory_bytes 1000000$"
+        with pytest.raises(ValueError, match=least):
             best_splits(model, V5P, (4, 4), memory_bytes=1e6)
+        for none in (math.nan, 0, -1.0):
+            with pytest.raises(ValueError, match=r"memory_bytes .* leaves no room"):
+                best_splits(model, V5P, (4, 4), memory_bytes=none)
 
     def test_a_pipeline_pays_for_its_bubble(self) -> None:
         steps = best_splits(MLP, V5P, (4,), axes=("pipeline",), microbatches=(1, 4, 100))
@@ -365,6 +415,9 @@ class TestTheSplit:
             {"tokens": math.nan},
             {"heads": -1},
             {"heads": 6, "kv_heads": 4},
+            {"kv_heads": 4},
+            {"kv_heads": 0},
+            {"sequence": 32},
             {"dtype": "soft"},
         ],
     )
@@ -373,5 +426,20 @@ class TestTheSplit:
             Model(**{"layers": 1, "d_model": 64, "d_ff": 64, "tokens": 8, **bad})
 
     def test_impossible_splits_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="at least one device"):
+        with pytest.raises(ValueError, match="fsdp 0: an axis has one device at least"):
             Split(fsdp=0)
+        with pytest.raises(ValueError, match="microbatches 0: a step has one microbatch at least"):
+            Split(microbatches=0)
+
+    def test_what_is_no_whole_number_or_no_model_is_refused(self) -> None:
+        given: Any = {"layers": 1, "d_model": 64, "d_ff": 64, "tokens": 8}
+        with pytest.raises(TypeError, match=r"tokens must be a whole number, got 8\.5"):
+            Model(**{**given, "tokens": 8.5})
+        with pytest.raises(TypeError, match=r"fsdp must be a whole number, got 2\.5"):
+            Split(fsdp=2.5)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"hardware must be a Hardware, .*, got 'tpu_v5p'"):
+            best_splits(MLP, "tpu_v5p", (4,))  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="model must be a Model"):
+            best_splits(given, V5P, (4,))
+        with pytest.raises(TypeError, match=r"a slice's length must be a whole number, got 2\.5"):
+            best_splits(MLP, V5P, (2.5,))  # type: ignore[arg-type]

@@ -214,7 +214,12 @@ class TestTheCommand:
             (GIVEN, "give --hardware and --axis-size"),
             ((*GIVEN, "--hardware", "tpu_v5p"), "give --hardware and --axis-size"),
             ((*GIVEN, "--hardware", "abacus", "--axis-size", "4"), "unknown hardware 'abacus'"),
-            ((*GIVEN, "--hardware", "no.json", "--axis-size", "4"), "no.json"),
+            (
+                (*GIVEN, "--hardware", "no.json", "--axis-size", "4"),
+                "--hardware no.json cannot be read: no such file or directory\n",
+            ),
+            ((*GIVEN, "--hardware", "v5p", "--axis-size", "4"), "did you mean tpu_v5p?"),
+            ((*ON_16, "--plot", ""), "--plot is empty: name a file, such as plan.png"),
             ((*GIVEN, "--hardware", "tpu_v5p", "--axis-size", "1"), "fewer than 2 devices"),
             ((*GIVEN, "--hardware", "tpu_v5p", "--axis-size", "3"), "M = 8192 cannot be cut evenly over 3"),
             ((*GIVEN, "--topology", "4x4"), "needs --hardware"),
@@ -229,7 +234,7 @@ class TestTheCommand:
                     *("plan", "--pattern", "dot_psum", "--shape", "64,64,64", "--cut", "k"),
                     *("--hardware", "tpu_v5p", "--axis-size", "4"),
                 ),
-                "not k",
+                "dot_psum scatters a dim of the dot's result, m or n, not k\n",
             ),
         ],
     )
@@ -267,6 +272,10 @@ class TestThePicture:
         pytest.importorskip("matplotlib")
         assert f"Wrote {tmp_path / 'out'}.png\n" in plan(capsys, *ON_16, "--plot", str(tmp_path / "out"))
         assert [file.name for file in tmp_path.iterdir()] == ["out.png"]
+        missing = str(tmp_path / "nodir" / "out.svg")
+        assert __main__.main((*ON_16, "--plot", missing)) == 2
+        said = f"overlap plan: --plot {missing} cannot be written: no such file or directory\n"
+        assert capsys.readouterr().err == said
         assert __main__.main((*ON_16, "--plot", str(tmp_path))) == 2
         assert f"{tmp_path} is a directory: name a file" in capsys.readouterr().err
         assert not tmp_path.with_suffix(".png").exists()

@@ -89,6 +89,14 @@ def test_gpus_behind_a_switch_and_several_hosts(capsys: pytest.CaptureFixture[st
     assert "Of the first" not in out  # a switch has no dimensions
 
 
+def test_numbers_of_microbatches_that_fit_no_split_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    many = ("--axes", "pipeline,fsdp", "--microbatches", "4,99999999", "--json")
+    assert __main__.main((*GIVEN, *many)) == 0
+    out, errors = capsys.readouterr()
+    assert {step["microbatches"] for step in json.loads(out)["splits"]} == {1, 4}
+    assert errors == "overlap split: no split with 99999999 microbatches fits the model\n"
+
+
 def test_one_device_has_one_split(capsys: pytest.CaptureFixture[str]) -> None:
     assert "one device" in split(capsys, "split", "--topology", "v5p:1", *SIZES)
 
@@ -108,19 +116,36 @@ def test_hardware_may_be_a_calibration(capsys: pytest.CaptureFixture[str], tmp_p
         (("--topology", "v9:4x4"), "v9"),
         (("--topology", "v5p:4by4"), "no shape of a slice"),
         (("--topology", "v5p:4x4", "--hardware", "tpu_v4"), "says tpu_v4"),
-        (("--hardware", "no.json"), "no.json"),
-        (("--layers", "0"), "layers is at least 1"),
-        (("--kv-heads", "5"), "kv_heads must divide heads"),
+        (("--topology", "h100:100000"), "--topology h100:100000 is too large"),
+        (("--hardware", "no.json"), "--hardware no.json cannot be read: no such file or directory\n"),
+        (("--hardware", "v5p"), "did you mean tpu_v5p?"),
+        (("--layers", "0"), "--layers 0: a model has at least 1"),
+        (("--kv-heads", "5"), "--kv-heads 5 must divide --heads 32"),
+        (("--heads", "0"), "--sequence 2048 needs heads"),
+        (("--heads", "0", "--sequence", "0"), "--kv-heads 8 needs heads"),
+        (("--sequence", "-5"), "--sequence -5 must not be negative"),
         (("--dtype", "soft"), "unknown dtype"),
         (("--axes", "fsdp,time"), "unknown mesh axis 'time'"),
         (("--microbatches", "4,x"), "no numbers from 1 on"),
         (("--microbatches", "0"), "no numbers from 1 on"),
+        (
+            ("--microbatches", "4"),
+            "--microbatches 4 is of no use without a pipeline: give --axes pipeline,fsdp",
+        ),
         (("--memory", "0"), "leaves no room"),
         (("--memory", "nan"), "leaves no room"),
-        (("--memory", "0.001"), "the model fits no split"),
-        (("--tokens", "7", "--axes", "fsdp"), "tokens 7 cannot be cut into 8"),
+        (
+            ("--memory", "0.001"),
+            "the model fits no split of 2x4; tensor 8, which needs the least memory, needs ",
+        ),
+        (("--memory", "0.001"), " GiB of a device for weights and Adam's state, more than --memory 0.001\n"),
+        (
+            ("--tokens", "7", "--axes", "fsdp"),
+            "the last tried, fsdp 8: --tokens 7 cannot be cut into 8 equal",
+        ),
         (("--rows", "0"), "at least one"),
-        (("--pods", "0"), "at least 1 pod"),
+        (("--pods", "0"), "--pods 0: there is at least 1"),
+        (("--pods", "7"), "--tokens 65536 cannot be cut evenly over --pods 7"),
     ],
 )
 def test_options_of_no_use_give_a_sentence(
