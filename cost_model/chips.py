@@ -309,7 +309,14 @@ def by_name(name: str) -> Hardware:
     try:
         return _BY_NAME[name]
     except KeyError:
-        raise ValueError(f"unknown hardware {name!r}; known: {', '.join(names())}") from None
+        like = [repr(each) for each in names() if _letters(name) and _letters(name) in _letters(each)]
+        meant = f", did you mean {' or '.join(like)}?" if like else ";"
+        raise ValueError(f"unknown hardware {name!r}{meant} known: {', '.join(names())}") from None
+
+
+def _letters(name: object) -> str:
+    """A name without what people write differently: "TPU-v5p" is as "tpu_v5p"."""
+    return "".join(filter(str.isalnum, str(name).lower()))
 
 
 def from_device_kind(kind: str) -> Hardware | None:

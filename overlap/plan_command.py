@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import re
 import sys
@@ -185,10 +184,7 @@ def hardware_given(name: str) -> Hardware:
     try:
         return hardware_of(name)
     except OSError as error:
-        raise PlanError(f"--hardware {name} cannot be read: {_reason(error)}") from error
-    except ValueError as error:
-        like = [] if name.endswith(".json") else difflib.get_close_matches(name, cost_model.names(), 1)
-        raise PlanError(f"{error}{''.join(f'; did you mean {each}?' for each in like)}") from error
+        raise PlanError(f"--hardware {error}") from error
 
 
 def _reason(error: OSError) -> str:

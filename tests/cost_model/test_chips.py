@@ -1,5 +1,7 @@
 """The table of accelerators."""
 
+import re
+
 import pytest
 
 from cost_model import by_name, from_device_kind, names
@@ -15,6 +17,21 @@ def test_the_names_are_those_documented() -> None:
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"'v5p'.*tpu_v5p.*h100"):
         by_name("v5p")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("v5p", ", did you mean 'tpu_v5p'? known: tpu_v4,"),
+        ("TPU-v5P", ", did you mean 'tpu_v5p'? known"),
+        ("v5", ", did you mean 'tpu_v5e' or 'tpu_v5p'? known"),
+        ("tpu_v9", "; known"),
+        ("", "; known"),
+    ],
+)
+def test_a_name_that_is_written_otherwise_is_recognised(name: str, meant: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"unknown hardware {name!r}{meant}")):
+        by_name(name)
 
 
 @pytest.mark.parametrize(

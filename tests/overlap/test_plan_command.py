@@ -216,9 +216,9 @@ class TestTheCommand:
             ((*GIVEN, "--hardware", "abacus", "--axis-size", "4"), "unknown hardware 'abacus'"),
             (
                 (*GIVEN, "--hardware", "no.json", "--axis-size", "4"),
-                "--hardware no.json cannot be read: no such file or directory\n",
+                "--hardware no.json cannot be read as hardware: No such file or directory\n",
             ),
-            ((*GIVEN, "--hardware", "v5p", "--axis-size", "4"), "did you mean tpu_v5p?"),
+            ((*GIVEN, "--hardware", "v5p", "--axis-size", "4"), "did you mean 'tpu_v5p'?"),
             ((*ON_16, "--plot", ""), "--plot is empty: name a file, such as plan.png"),
             ((*GIVEN, "--hardware", "tpu_v5p", "--axis-size", "1"), "fewer than 2 devices"),
             ((*GIVEN, "--hardware", "tpu_v5p", "--axis-size", "3"), "M = 8192 cannot be cut evenly over 3"),

@@ -117,8 +117,11 @@ def test_hardware_may_be_a_calibration(capsys: pytest.CaptureFixture[str], tmp_p
         (("--topology", "v5p:4by4"), "no shape of a slice"),
         (("--topology", "v5p:4x4", "--hardware", "tpu_v4"), "says tpu_v4"),
         (("--topology", "h100:100000"), "--topology h100:100000 is too large"),
-        (("--hardware", "no.json"), "--hardware no.json cannot be read: no such file or directory\n"),
-        (("--hardware", "v5p"), "did you mean tpu_v5p?"),
+        (
+            ("--hardware", "no.json"),
+            "--hardware no.json cannot be read as hardware: No such file or directory\n",
+        ),
+        (("--hardware", "v5p"), "did you mean 'tpu_v5p'?"),
         (("--layers", "0"), "--layers 0: a model has at least 1"),
         (("--kv-heads", "5"), "--kv-heads 5 must divide --heads 32"),
         (("--heads", "0"), "--sequence 2048 needs heads"),
