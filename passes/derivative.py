@@ -86,7 +86,8 @@ def with_derivative_of(
             return backward(*residuals, *cotangents)
 
         moved = _where(active, tangents)
-        pushed = _linear(push, pull, residuals, list(primals), moved, list(map(jax.typeof, results)))
+        types = list(map(jax.typeof, results))
+        pushed = _linear(push, pull, residuals, list(primals), moved, types, forward_jaxpr)
         zeros = [np.zeros(np.shape(other), jax.dtypes.float0) for other in others]
         return _shuffled(smooth, results, others), _shuffled(smooth, pushed, zeros)
 
@@ -160,11 +161,20 @@ _linear_p.multiple_results = True
 
 
 def _linear(
-    push: Map, pull: Map, residuals: list[Any], primals: list[Any], tangents: list[Any], types: list[Any]
+    push: Map,
+    pull: Map,
+    residuals: list[Any],
+    primals: list[Any],
+    tangents: list[Any],
+    types: list[Any],
+    forward: Any,
 ) -> list[Any]:
+    """Binds the equation. That holds the forward program too, in which jit finds the mesh it is to run on."""
     counts = (len(residuals), len(primals))
     operands = (*residuals, *primals, *tangents)
-    return _linear_p.bind(*operands, push=push, pull=pull, counts=counts, types=tuple(types))  # type: ignore[no-any-return]
+    return _linear_p.bind(  # type: ignore[no-any-return]
+        *operands, push=push, pull=pull, counts=counts, types=tuple(types), forward=forward
+    )
 
 
 def _split(values: Sequence[Any], counts: tuple[int, int]) -> tuple[list[Any], list[Any], list[Any]]:
@@ -210,7 +220,8 @@ def _batch(
         for tangent, axis in zip(tangents, _split(axes, params["counts"])[2], strict=True)
     ]
     types = [shims.batched_type(axis_data, aval) for aval in params["types"]]
-    results = _linear(batched(params["push"]), batched(params["pull"]), residuals, primals, tangents, types)
+    push, pull = batched(params["push"]), batched(params["pull"])
+    results = _linear(push, pull, residuals, primals, tangents, types, params["forward"])
     return results, [0] * len(results)
 
 

@@ -235,6 +235,13 @@ def test_second_derivatives() -> None:
     check(always(jax.jit(curvature(mlp())))(*REF.arguments), wanted)
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_the_linear_map_of_linearize_finds_the_mesh_by_itself(jitted: bool) -> None:
+    """Its arguments lie on one device, and no argument or constraint names the mesh."""
+    linear = jax.linearize(always(jax.jit(mlp())), *REF.arguments)[1]
+    check((jax.jit(linear) if jitted else linear)(*_tangents()), TANGENT)
+
+
 # Closed-over tracers.
 
 
