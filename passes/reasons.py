@@ -57,7 +57,7 @@ _SENTENCES = {
     Code.POLICY_DECLINED: "The given policy declined the rewrite.",
     Code.UNKNOWN_HARDWARE: "The cost model does not know this hardware; name one with hardware=.",
     Code.NO_DOT: "No dot is reached through equations that act block by block.",
-    Code.GATHERED_VALUE_ESCAPES: "The gathered value is needed whole, and by no dot.",
+    Code.GATHERED_VALUE_ESCAPES: "The gathered value ends in no dot: it is needed whole, or reduced.",
     Code.PARTIAL_SUM_ESCAPES: "A value between the dot and the collective is also used elsewhere.",
     Code.LOOP_INVARIANT: (
         "Its operand is the same in every iteration of the loop: do it once, before the loop."
