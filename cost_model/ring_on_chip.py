@@ -82,6 +82,7 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     found: list[Near] = []
     each_bytes = list(map(operator.add, first_bytes, map(side_bytes, work.matmuls, shared)))
     arriving: Side | None = None
+    comes_near = hardware.receives_on_chip or (hardware.fetches_shards and work.columns == 1)
     read_often_bytes = little_bytes
     if len(work.matmuls) > 1 and hardware.network == "torus":
         read_often_bytes = READ_OFTEN[held_bytes > 0] * (hardware.on_chip_bytes - held_bytes)
@@ -92,8 +93,7 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
             or side_bytes(piece, operand) <= (read_often_bytes if operand == sent else little_bytes)
             for operand in SIDES
         }
-        fetched = hardware.fetches_shards and work.columns == 1
-        if sent is not None and not (found or fetched or hardware.receives_on_chip):
+        if sent is not None and not found and not comes_near:
             near[sent] = near[sent] and hardware.fetches_sums and _fills_tiles(piece, whole, sent)
             arriving = sent if near[sent] else None
         if sent is not None and _comes_whole(work, hardware) and side_bytes(piece, sent) <= room_bytes:
@@ -242,13 +242,13 @@ def _grow(work: RingWork, held_bytes: float, hardware: Hardware) -> tuple[bool, 
     none = (False,) * len(work.matmuls)
     if work.collective != "all_gather":
         return none
-    placed = all(
+    placed = not work.joined and all(
         piece.k == whole.k and (piece.m < whole.m or piece.batch < whole.batch) for piece, whole in work.pairs
     )
     several = work.accumulators > 1 or (work.joined and work.columns > 1)
     apart = several and all(piece.k < whole.k for piece, whole in work.pairs)
     sum_bytes = sum(p.batch * p.m * p.n for p in work.piece) * dtype_bytes(work.accumulator)
-    if not ((placed and not work.joined) or (apart and sums_stay(work, sum_bytes, held_bytes, hardware))):
+    if not (placed or (apart and sums_stay(work, sum_bytes, held_bytes, hardware))):
         return none
     room_bytes = hardware.results_on_chip * hardware.on_chip_bytes - held_bytes
     found: list[bool] = []

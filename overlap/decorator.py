@@ -93,17 +93,11 @@ def overlap_collectives(
             return decorate(function).__get__(fun.__self__)  # type: ignore[attr-defined, no-any-return]
         if not callable(fun):
             raise TypeError(f"overlap_collectives takes a function, not {type(fun).__name__}")
-        if _is_wrapped_elsewhere(fun) and inspect.isfunction(fun):
-            raise TypeError(
-                "overlap_collectives takes a function, jitted by jax.jit or not at all, and this is compiled "
-                "already, as by jax.pmap. Write it with jax.shard_map, and decorate the jax.jit of that."
-            )
         if _is_wrapped_elsewhere(fun):
-            kind = f"{type(fun).__module__.partition('.')[0]}'s {type(fun).__name__}"
+            kind, instead = _wrapped_as(fun)
             raise TypeError(
                 f"overlap_collectives takes a function, jitted by jax.jit or not at all, and this is {kind}. "
-                "Put it inside, as in nnx.jit(overlap_collectives(f)), or decorate a jax.jit of what is left "
-                "of the arguments once they are split into arrays and the rest."
+                f"{instead}"
             )
         return Overlapped(fun, given, policy, strict)
 
@@ -284,6 +278,20 @@ def _is_wrapped_elsewhere(fun: Any) -> bool:
     if shims.is_jitted(fun) or type(fun).__module__.startswith(("jax", "overlap")):
         return False
     return isinstance(fun, jax.stages.Wrapped) or (hasattr(fun, "lower") and hasattr(fun, "__wrapped__"))
+
+
+def _wrapped_as(fun: Any) -> tuple[str, str]:
+    """What such a function is, and what to write instead."""
+    if inspect.isfunction(fun):
+        return (
+            "compiled already, as by jax.pmap",
+            "Write it with jax.shard_map, and decorate the jax.jit of that.",
+        )
+    return (
+        f"{type(fun).__module__.partition('.')[0]}'s {type(fun).__name__}",
+        "Put it inside, as in nnx.jit(overlap_collectives(f)), or decorate a jax.jit of what is left of the "
+        "arguments once they are split into arrays and the rest.",
+    )
 
 
 def _jit_options(fun: Any) -> shims.JitOptions:

@@ -16,7 +16,7 @@ from overlap.hlo.module import Module
 from overlap.hlo.timeline import Timeline
 from overlap.inspect_dumps import Dump, DumpError
 from overlap.inspection import Inspection, to_json
-from overlap.output_file import check_outputs
+from overlap.output_file import check_outputs, write_text
 from overlap.plain_text import PIPE_COLUMNS
 from overlap.timeline_table import ROWS
 
@@ -184,7 +184,7 @@ def _write(arguments: argparse.Namespace, inspections: Sequence[Inspection]) -> 
         if path is None:
             continue
         try:
-            Path(path).write_text(make(inspections), encoding="utf-8")
+            write_text(path, make(inspections))
         except OSError as error:
             raise DumpError(_cannot_write(path, error)) from error
         written.append(path)

@@ -171,7 +171,9 @@ def _plot(found: Sequence[BreakEven], path: str, title: str) -> str:
             f"--plot needs {error.name}, which is not installed: pip install matplotlib"
         ) from error
     except OSError as error:
-        raise PlanError(f"--plot {path} cannot be written: {_reason(error)}") from error
+        raise PlanError(
+            f"--plot {path} cannot be written: {(error.strerror or str(error)).lower()}"
+        ) from error
     return named
 
 
@@ -185,11 +187,6 @@ def hardware_given(name: str) -> Hardware:
         return hardware_of(name)
     except OSError as error:
         raise PlanError(f"--hardware {error}") from error
-
-
-def _reason(error: OSError) -> str:
-    """Why a file could not be read or written: "no such file or directory"."""
-    return (error.strerror or str(error)).lower()
 
 
 def _shape(given: str) -> tuple[int, int, int]:

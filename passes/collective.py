@@ -94,8 +94,7 @@ def unsupported(flow: Dataflow, collective: Collective) -> Reason | None:
         return Reason(Code.UNUSED)
     if op.name not in _DECOMPOSED or len(op.outputs) != 1:
         return Reason(Code.UNSUPPORTED_COLLECTIVE, f"It is {op.name} of {len(op.outputs)} value(s).")
-    known = {name for name, _ in collective.mesh_sizes}
-    if any(isinstance(axis, int) for axis in _axes(op)) or not known.issuperset(collective.axes):
+    if not {name for name, _ in collective.mesh_sizes}.issuperset(_axes(op)):
         return Reason(Code.UNSUPPORTED_COLLECTIVE, "It is over an axis of a vmap too.")
     if len({len(group) for group in collective.groups or ()}) > 1:
         return Reason(Code.UNSUPPORTED_GROUPS)
