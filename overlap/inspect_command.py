@@ -155,10 +155,13 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 
     Raises:
       DumpError: a file cannot be written.
-      ValueError: an option names no file, or two the same.
+      ValueError: an option names no file, two the same, or one that is read.
     """
     try:
-        check_outputs({"--html": arguments.html, "--trace": arguments.trace})
+        check_outputs(
+            {"--html": arguments.html, "--trace": arguments.trace},
+            read=[*arguments.paths, *([arguments.hardware] if arguments.hardware else [])],
+        )
     except OSError as error:
         raise DumpError(_cannot_write(error.filename, error)) from error
 

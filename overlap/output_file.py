@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 
@@ -21,17 +21,21 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
     return target
 
 
-def check_outputs(files: Mapping[str, str | os.PathLike[str] | None]) -> None:
+def check_outputs(
+    files: Mapping[str, str | os.PathLike[str] | None], *, read: Iterable[str | os.PathLike[str]] = ()
+) -> None:
     """Refuses files that could not all be written. Nothing is written.
 
     Args:
       files: option, such as "--html", → the file that it names; None where it is not given.
+      read: files that are read, and would be lost.
 
     Raises:
-      ValueError: an option names no file, or two the same.
+      ValueError: an option names no file, two the same, or one of those that are read.
       OSError: a file cannot be written there; it has the path.
     """
     options: dict[str, str] = {}
+    inputs = {os.path.realpath(path) for path in read}
     for option, path in files.items():
         if path is None:
             continue
@@ -40,6 +44,8 @@ def check_outputs(files: Mapping[str, str | os.PathLike[str] | None]) -> None:
         check_writable(path)
         # What is no regular file, such as /dev/null, loses nothing.
         one = os.path.realpath(path)
+        if one in inputs:
+            raise ValueError(f"{option} names {path}, which is read: name another file")
         if one in options and not (os.path.exists(one) and not os.path.isfile(one)):
             raise ValueError(f"{options[one]} and {option} name one file, {path}: give each its own")
         options[one] = option

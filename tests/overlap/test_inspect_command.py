@@ -200,6 +200,19 @@ class TestFiles:
             assert "--html and --trace name one file" in said
         assert not (tmp_path / "one").exists()
 
+    @pytest.mark.parametrize("option", ["--html", "--trace"])
+    def test_what_is_read_is_not_written_over(
+        self, option: str, files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "link").symlink_to(files[0])
+        text = Path(files[0]).read_bytes()
+        for named in (files[0], str(tmp_path / "link")):
+            said = complaint(capsys, files[0], option, named)
+            assert f"{option} names {named}, which is read: name another file" in said
+        calibration = str(tmp_path / "mine.json")
+        assert "which is read" in complaint(capsys, files[0], "--hardware", calibration, option, calibration)
+        assert Path(files[0]).read_bytes() == text
+
     def test_two_outputs_to_nowhere_lose_nothing(
         self, files: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:
