@@ -152,9 +152,6 @@ def _slice(arguments: argparse.Namespace) -> tuple[Hardware, tuple[int, ...]]:
       ValueError: they are unknown, or contradict each other.
     """
     given = None if arguments.hardware is None else hardware_given(arguments.hardware)
-    if re.fullmatch(r"(\w+:)?\d+(x\d+){0,2}", arguments.topology) and re.search(r"\d{6}", arguments.topology):
-        most = f"{tpu_slice.MOST_CHIPS:,}"
-        raise ValueError(f"--topology {arguments.topology} is too large: the largest pod has {most} chips")
     hardware, shape = tpu_slice.slice_on(arguments.topology, given)
     if hardware is None:
         raise ValueError(f"--topology {arguments.topology} needs its name, such as v5p:4x4x4")

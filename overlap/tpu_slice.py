@@ -38,14 +38,12 @@ def read_shape(text: str) -> tuple[str | None, tuple[int, ...]]:
     Raises:
       ValueError: it is neither, the hardware is unknown, or there is no slice so large.
     """
-    found = re.fullmatch(r"(?:(\w+):)?([1-9]\d{0,4}(?:x[1-9]\d{0,4}){0,2})", text.strip())
+    found = re.fullmatch(r"(?:(\w+):)?([1-9]\d{0,99}(?:x[1-9]\d{0,99}){0,2})", text.strip())
     if found is None:
         raise ValueError(f"topology {text!r} is no shape of a slice, such as 4x4x4 or v5p:2x2x4")
     shape = tuple(map(int, found[2].split("x")))
     if math.prod(shape) > MOST_CHIPS:
-        raise ValueError(
-            f"topology {text!r} has {math.prod(shape):,} chips, and the largest pod has {MOST_CHIPS:,}"
-        )
+        raise ValueError(f"topology {text!r} is too large: the largest pod has {MOST_CHIPS:,} chips")
     if found[1] is None:
         return None, shape
     name = f"tpu_{found[1].removeprefix('tpu')}"

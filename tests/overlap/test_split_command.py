@@ -116,7 +116,7 @@ def test_hardware_may_be_a_calibration(capsys: pytest.CaptureFixture[str], tmp_p
         (("--topology", "v9:4x4"), "v9"),
         (("--topology", "v5p:4by4"), "no shape of a slice"),
         (("--topology", "v5p:4x4", "--hardware", "tpu_v4"), "says tpu_v4"),
-        (("--topology", "h100:100000"), "--topology h100:100000 is too large"),
+        (("--topology", "h100:100000"), "topology 'h100:100000' is too large"),
         (
             ("--hardware", "no.json"),
             "--hardware no.json cannot be read as hardware: No such file or directory\n",
