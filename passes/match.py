@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax
+import numpy as np
+
 from passes import shims
 from passes.chains import AllGatherDot, Chain, DotPsum
 from passes.collective import Collective, read_collective, unsupported
@@ -58,6 +61,9 @@ def match_dataflow(flow: Dataflow, replicas: Invariance | None = None) -> tuple[
     if (shape := _symbolic_shape(flow)) is not None:
         unknown = Reason(Code.SYMBOLIC_SHAPE, f"One of its shapes is ({', '.join(map(str, shape))}).")
         return tuple(Match(collective, unknown) for collective in collectives)
+    if (dtype := _switched_off(flow)) is not None:
+        off = f"{dtype} is in the program, and jax_enable_x64 is off where it is called."
+        return tuple(Match(collective, Reason(Code.UNSUPPORTED_DTYPE, off)) for collective in collectives)
     found: dict[int, list[Chain]] = {}
     reasons: dict[int, list[Reason]] = {}
     open_ones: list[Collective] = []
@@ -97,6 +103,13 @@ def _symbolic_shape(flow: Dataflow) -> tuple[Any, ...] | None:
     """A shape of the graph that has a dim without a number (``jax.export.symbolic_shape``); None without."""
     shapes = (getattr(aval, "shape", ()) for aval in flow.avals)
     return next((shape for shape in shapes if not all(isinstance(size, int) for size in shape)), None)
+
+
+def _switched_off(flow: Dataflow) -> Any | None:
+    """An element type of the graph that JAX makes narrower outside ``enable_x64(True)``; None without."""
+    dtypes = {getattr(aval, "dtype", None) for aval in flow.avals}
+    numbers = sorted((dtype for dtype in dtypes if isinstance(dtype, np.dtype)), key=str)
+    return next((dtype for dtype in numbers if jax.dtypes.canonicalize_dtype(dtype) != dtype), None)
 
 
 def _psum_chains(

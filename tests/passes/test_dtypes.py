@@ -176,6 +176,28 @@ def test_float64_stays_float64(directions: int) -> None:
         np.testing.assert_allclose(outcome.rewritten, scattered_dots(y, v), rtol=0, atol=1e-12 * 40)
 
 
+@pytest.mark.parametrize("widened", ["before", "after", "in the dot"])
+def test_float64_within_a_program_of_float32_is_kept(widened: str) -> None:
+    def double(x: Any) -> Any:
+        return lax.convert_element_type(x, np.float64)
+
+    def body(x: Any, w: Any) -> Any:
+        with jax.enable_x64(True):
+            if widened == "in the dot":
+                result = lax.dot(gather(x), w, preferred_element_type=np.float64)
+            elif widened == "before":
+                result = lax.dot(gather(double(x)), double(w))
+            else:
+                result = lax.dot(double(gather(x)), double(w))
+            return lax.convert_element_type(result, np.float32)
+
+    outcome = spmd.run_both(body, (normal(4, 6, 10), normal(4, 10, 7)))
+    (site,) = outcome.report.sites
+    assert site.reason == "unsupported_dtype"
+    assert "float64 is in the program, and jax_enable_x64 is off" in site.sentence
+    np.testing.assert_array_equal(outcome.rewritten, outcome.original)
+
+
 @pytest.mark.parametrize("dim", [0, 1], ids=["free", "contracting"])
 def test_float8_operands_give_as_exact_a_result(dim: int) -> None:
     fp8 = jnp.float8_e4m3fn
