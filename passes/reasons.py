@@ -78,8 +78,7 @@ _SENTENCES = {
         "The dot's result is the same on several devices, and a ring adds it up in another order on each."
     ),
     Code.DEVICES_APART: (
-        "Devices may take other branches around it, or iterate a loop more often, than those it is among, and "
-        "all must take part in a ring's hops."
+        "A branch or loop around it may run on some devices only, and all must take part in a ring's hops."
     ),
     Code.OPAQUE_CALL: "The collective is inside a call whose body cannot be replaced.",
 }
