@@ -59,6 +59,17 @@ def call_of(flow: Dataflow, op: Op) -> Call:
     )
 
 
+def keeps_types(flow: Dataflow, op: Op) -> bool:
+    """Whether all results of an operation vary, by their types, wherever its operands do.
+
+    A number that is sorted along with varying keys does not, and what a ring makes of blocks of it does.
+    """
+    if len(op.outputs) == 1:
+        return True
+    varying = frozenset[str]().union(*(shims.varying_axes(flow.aval(operand)) for operand in op.inputs))
+    return all(varying <= shims.varying_axes(flow.avals[value]) for value in op.outputs)
+
+
 def find_gather_chains(
     flow: Dataflow, gathers: Mapping[int, Collective], invariance: Invariance, replicas: Invariance
 ) -> dict[int, AllGatherDot | Reason]:
@@ -164,7 +175,7 @@ def _sink(
     consistent = rule is not None and all(
         dim is None or dim == wanted for dim, wanted in zip(blocked, rule.operand_dims, strict=True)
     )
-    if rule is None or not consistent or shims.has_effects(op.eqn):
+    if rule is None or not consistent or shims.has_effects(op.eqn) or not keeps_types(flow, op):
         sinking.stops.append(Reason(Code.NO_DOT, f"It stops at {op.name}, {op.source}."))
         return False
     sinking.ops.append(BlockOp(index, rule))
