@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -249,6 +249,18 @@ def write_in_a_row(whole: Any, parts: Iterable[Any], dim: int, start: int, place
         whole = write(whole, part, {dim: np.int32(start)}, places)
         start += part.shape[dim]
     return whole, start
+
+
+Carried = TypeVar("Carried")
+
+
+def loop(start: int, stop: int, body: Callable[[Any, Carried], Carried], carried: Carried) -> Carried:
+    """``lax.fori_loop`` whose body is given an int32: jax counts between known bounds in int64 under x64."""
+
+    def iteration(number: Any, carried: Carried) -> Carried:
+        return body(lax.convert_element_type(number, np.int32), carried)
+
+    return lax.fori_loop(start, stop, iteration, carried)
 
 
 @contextlib.contextmanager

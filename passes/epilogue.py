@@ -23,7 +23,7 @@ from passes.chains import AllGatherDot, BlockOp, reductions
 from passes.collective import explicitly_sharded
 from passes.decide import Decision, rings_of
 from passes.emit import Ring
-from passes.gather_match import call_of
+from passes.gather_match import call_of, keeps_types
 from passes.graph import Dataflow
 from passes.schedule import divisions
 from passes.shims import has_effects
@@ -118,6 +118,8 @@ def _followers(
         done = index
         op = flow.ops[index]
         if has_effects(op.eqn) or any(explicitly_sharded(flow.avals[value]) for value in op.outputs):
+            continue
+        if not keeps_types(flow, op):
             continue
         side = next(i for i, v in enumerate(op.inputs) if isinstance(v, int) and v in blocked)
         first = op.inputs[side]

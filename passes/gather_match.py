@@ -59,6 +59,17 @@ def call_of(flow: Dataflow, op: Op) -> Call:
     )
 
 
+def keeps_types(flow: Dataflow, op: Op) -> bool:
+    """Whether all results of an operation vary, by their types, wherever its operands do.
+
+    A number that is sorted along with varying keys does not, and what a ring makes of blocks of it does.
+    """
+    if len(op.outputs) == 1:
+        return True
+    varying = frozenset[str]().union(*(shims.varying_axes(flow.aval(operand)) for operand in op.inputs))
+    return all(varying <= shims.varying_axes(flow.avals[value]) for value in op.outputs)
+
+
 def find_gather_chains(
     flow: Dataflow, gathers: Mapping[int, Collective], invariance: Invariance, replicas: Invariance
 ) -> dict[int, AllGatherDot | Reason]:
@@ -122,10 +133,8 @@ def _reach_dot(flow: Dataflow, sinking: Sinking, index: int, op: Op, replicas: I
         sinking.stops.append(Reason(Code.EXPLICIT_SHARDING, f"At dot_general, {op.source}."))
     elif not all(flow.aval(operand).size for operand in op.inputs):
         sinking.stops.append(Reason(Code.EMPTY, f"At dot_general, {op.source}."))
-    elif dims.result_dim is None and _rounds_to_integers(flow, op):
-        sinking.stops.append(
-            Reason(Code.UNSUPPORTED_DTYPE, f"At dot_general, {op.source}: it rounds its sums to integers.")
-        )
+    elif dims.result_dim is None and (why_not := _no_partial_sums(flow, op)):
+        sinking.stops.append(Reason(Code.UNSUPPORTED_DTYPE, f"At dot_general, {op.source}: {why_not}."))
     elif dims.result_dim is None and alike:
         sinking.stops.append(Reason(Code.REPLICATED, f"At dot_general, {op.source}."))
     else:
@@ -135,10 +144,13 @@ def _reach_dot(flow: Dataflow, sinking: Sinking, index: int, op: Op, replicas: I
     return False
 
 
-def _rounds_to_integers(flow: Dataflow, op: Op) -> bool:
-    """Whether a dot of floats gives integers: its rounded parts do not add up to the rounded sum."""
+def _no_partial_sums(flow: Dataflow, op: Op) -> str:
+    """Why the sums that a dot makes of parts do not add up to its result, in words; empty if they do."""
     result, operands = flow.avals[op.outputs[0]].dtype, (flow.aval(operand).dtype for operand in op.inputs)
-    return not jnp.issubdtype(result, jnp.inexact) and any(jnp.issubdtype(d, jnp.inexact) for d in operands)
+    if result == jnp.bool_:
+        return "its sums are booleans"
+    rounds = not jnp.issubdtype(result, jnp.inexact) and any(jnp.issubdtype(d, jnp.inexact) for d in operands)
+    return "it rounds its sums to integers" if rounds else ""
 
 
 def _sink(
@@ -163,7 +175,7 @@ def _sink(
     consistent = rule is not None and all(
         dim is None or dim == wanted for dim, wanted in zip(blocked, rule.operand_dims, strict=True)
     )
-    if rule is None or not consistent or shims.has_effects(op.eqn):
+    if rule is None or not consistent or shims.has_effects(op.eqn) or not keeps_types(flow, op):
         sinking.stops.append(Reason(Code.NO_DOT, f"It stops at {op.name}, {op.source}."))
         return False
     sinking.ops.append(BlockOp(index, rule))

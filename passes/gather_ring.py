@@ -23,6 +23,7 @@ from passes.block_eval import (
     blocks_of,
     chain_scope,
     in_rows,
+    loop,
     run_on_piece,
     tie,
 )
@@ -118,9 +119,7 @@ class _Ring:
                     pieces, known = self._step(distance, pieces, known)
                 return pieces, list(known.values())
 
-            at_hand, values = lax.fori_loop(
-                np.int32(0), np.int32(rolled), iteration, (at_hand, list(results.values()))
-            )
+            at_hand, values = loop(0, rolled, iteration, (at_hand, list(results.values())))
             results = dict(zip(results, values, strict=True))
             done = 1 + rolled * unroll
         for step in range(done, hops):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 from jax.extend import core as jex_core
+from jax.sharding import AxisType
 
 from passes import shims
 from passes.blocks import is_blockwise
@@ -13,7 +14,12 @@ from passes.collective import Collective, mesh_axes
 from passes.graph import COLLECTIVES, GATHERS, REDUCTIONS, Dataflow, Op, Operand
 
 _LOCAL = frozenset({"iota", "dot_general"})
-_OF_THE_DEVICE = frozenset({"axis_index", "ppermute", "pgather"}) | COLLECTIVES - GATHERS - REDUCTIONS
+_STARTED = frozenset({"ppermute_start", "all_to_all_start", "reduce_scatter_start"})
+_OF_THE_DEVICE = (
+    frozenset({"axis_index", "ppermute", "pgather", "precv", "ragged_all_to_all", "rng_uniform"})
+    | _STARTED
+    | COLLECTIVES - GATHERS - REDUCTIONS
+)
 """Equations that may give something else on each device, whatever they are given."""
 _EXTREMES = frozenset({"pmax", "pmin"})
 _CALLS = frozenset(
@@ -53,6 +59,21 @@ class Invariance:
     def axes_of(self, operand: Operand, axes: Iterable[str]) -> frozenset[str]:
         """Along which of these axes an operand is the same on all devices."""
         return frozenset(axis for axis in axes if self._along((axis,))(operand))
+
+    def apart(self, op: Op) -> frozenset[str]:
+        """Along which axes devices may take other branches of a conditional, or iterate a loop more often."""
+        if op.name not in ("cond", "while"):
+            return frozenset()
+        values = (*op.inputs, *op.outputs)
+        axes = frozenset(axis for value in values for axis in _mapped_axes(self._flow.aval(value)))
+        if op.name == "cond":
+            return axes - self.axes_of(op.inputs[0], axes)
+        return frozenset(axis for axis in axes if not self._end_together(op, axis))
+
+    def _end_together(self, op: Op, axis: str) -> bool:
+        given = list(map(self._along((axis,)), op.inputs))
+        arguments = self._of_loop(op.eqn, given, {axis})[0]["cond_jaxpr"]
+        return all(self._of_body(op.params["cond_jaxpr"], tuple(arguments), {axis}))
 
     def in_loop(self, op: Op, body: str, axes: Iterable[str]) -> tuple[frozenset[str], ...]:
         """Along which of these axes each argument of a loop's body is the same in every iteration."""
@@ -161,3 +182,12 @@ class Invariance:
                 for eqn in body.eqns
             )
         return self._apart[id(body)]
+
+
+def _mapped_axes(aval: Any) -> Iterator[str]:
+    """The axes of several devices that are mapped over where there is a value of this type."""
+    sharding = getattr(aval, "sharding", None)
+    if sharding is not None:
+        mesh = sharding.mesh
+        kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        yield from (name for name, kind in kinds if kind is AxisType.Manual and mesh.shape[name] > 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Set
 from typing import Any
 
 import jax
@@ -47,11 +48,13 @@ def match(jaxpr: Any) -> tuple[Match, ...]:
     return match_dataflow(dataflow(jaxpr))
 
 
-def match_dataflow(flow: Dataflow, replicas: Invariance | None = None) -> tuple[Match, ...]:
+def match_dataflow(
+    flow: Dataflow, replicas: Invariance | None = None, apart: Set[str] = frozenset()
+) -> tuple[Match, ...]:
     """As ``match``, of a jaxpr that has been read already.
 
     ``replicas`` tells what is meant to be the same on several devices, if anything is known of the graph's
-    inputs.
+    inputs. Along the axes ``apart`` some devices may not come to this jaxpr when others do.
 
     The time is linear in its equations where what a collective gives soon meets a dot, as in layers.
     """
@@ -69,7 +72,7 @@ def match_dataflow(flow: Dataflow, replicas: Invariance | None = None) -> tuple[
     open_ones: list[Collective] = []
     for collective in collectives:
         found[collective.op], reasons[collective.op] = [], []
-        reason = unsupported(flow, collective)
+        reason = unsupported(flow, collective) or _devices_apart(collective, apart)
         if reason is None:
             open_ones.append(collective)
         else:
@@ -97,6 +100,13 @@ def match_dataflow(flow: Dataflow, replicas: Invariance | None = None) -> tuple[
     for op, outcome in _psum_chains(flow, psums, invariance, replicas):
         note(op, outcome)
     return tuple(Match(c, tuple(found[c.op]) or reasons[c.op][0]) for c in collectives)
+
+
+def _devices_apart(collective: Collective, apart: Set[str]) -> Reason | None:
+    """Why devices that take no part in a collective forbid hops, which need all; None if they do not."""
+    if collective.groups is None:
+        apart = apart - set(collective.axes)
+    return Reason(Code.DEVICES_APART, f"They differ along {', '.join(sorted(apart))}.") if apart else None
 
 
 def _symbolic_shape(flow: Dataflow) -> tuple[Any, ...] | None:

@@ -287,15 +287,17 @@ def _mapped(op: Op, around: _Mapped | None) -> _Mapped | None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Alike:
-    """Which arguments of a jaxpr in a shard_map are the same on several devices.
+    """What several devices have in common that run a jaxpr in a shard_map.
 
     Attributes:
       axes: the axes that are mapped over.
       arguments: of each argument, the axes along which it is the same; none are known of those that lack.
+      apart: the axes along which some may not come to the jaxpr when others do.
     """
 
     axes: frozenset[str] = frozenset()
     arguments: tuple[frozenset[str], ...] = ()
+    apart: frozenset[str] = frozenset()
 
     def of(self, flow: Dataflow) -> Mapping[int, frozenset[str]]:
         """The same by value of the jaxpr's graph."""
@@ -303,7 +305,8 @@ class _Alike:
 
 
 def _alike(op: Op, param: str, body: Any, invariance: Invariance, around: _Alike) -> _Alike:
-    """Of the arguments of an operation's body the axes along which they are the same."""
+    """What several devices have in common that run a body of an operation."""
+    apart = around.apart | invariance.apart(op)
     if op.name == "shard_map":
         new = frozenset(op.params["newly_manual_axes"])
         cut = (
@@ -314,13 +317,14 @@ def _alike(op: Op, param: str, body: Any, invariance: Invariance, around: _Alike
             invariance.axes_of(operand, around.axes) | new.difference(names)
             for operand, names in zip(op.inputs, cut, strict=True)
         ]
-        return _Alike(around.axes | new, tuple(same))
+        return _Alike(around.axes | new, tuple(same), apart)
     if not around.axes:
-        return _Alike()
+        return _Alike(apart=apart)
     if op.name in LOOPS:
-        return _Alike(around.axes, invariance.in_loop(op, param, around.axes))
+        return _Alike(around.axes, invariance.in_loop(op, param, around.axes), apart)
     arguments = _passed(op, len(shims.open_jaxpr(body)[0].invars))
-    return _Alike(around.axes, tuple(invariance.axes_of(operand, around.axes) for operand in arguments))
+    same = [invariance.axes_of(operand, around.axes) for operand in arguments]
+    return _Alike(around.axes, tuple(same), apart)
 
 
 class _Planner:
@@ -357,7 +361,7 @@ class _Planner:
             if it is in no loop.
           replaceable: whether it can be replaced in the program.
           mapped: the shard_map around it; None if there is none on a concrete mesh.
-          alike: which arguments are the same on several devices.
+          alike: what the devices that run it have in common.
           lasting: positions of the arguments that the program around it reads again; of a body that is
             called several times those of the first call, of which there are most.
         """
@@ -395,7 +399,7 @@ class _Planner:
 
         def decided(plan: Plan) -> Plan:
             replicas = invariance if plan.flow is flow else Invariance(plan.flow, alike.of(plan.flow))
-            return self._decided(plan, same, replaceable, mapped, replicas, again)
+            return self._decided(plan, same, replaceable, mapped, replicas, again, alike.apart)
 
         self.plans[key] = _scattering_first(undecided, decided) if replaceable else decided(undecided)
         return self.plans[key]
@@ -452,9 +456,10 @@ class _Planner:
         mapped: _Mapped | None,
         replicas: Invariance,
         lasting: Set[int],
+        apart: Set[str],
     ) -> Plan:
         flow = plan.flow
-        matches = match_dataflow(flow, replicas)
+        matches = match_dataflow(flow, replicas, apart)
         if not matches:
             return plan.decided(())
         if not replaceable:

@@ -22,6 +22,7 @@ from passes.block_eval import (
     chain_scope,
     cut_once,
     in_rows,
+    loop,
     tie,
     write,
 )
@@ -120,7 +121,7 @@ class _Pipeline:
         def iteration(number: Any, carried: tuple[list[Any], Any]) -> tuple[list[Any], Any]:
             return self._chunk(number, *carried)
 
-        shards, result = lax.fori_loop(np.int32(1), np.int32(self.chunks), iteration, (shards, result))
+        shards, result = loop(1, self.chunks, iteration, (shards, result))
         with self.scope():
             last = self.collective.axis_size - 1
             for step in range(last):

@@ -36,6 +36,7 @@ class Code(StrEnum):
     UNUSED = "unused"
     EXPLICIT_SHARDING = "explicit_sharding"
     OPAQUE_CALL = "opaque_call"
+    DEVICES_APART = "devices_apart"
     REPLICATED = "replicated"
 
 
@@ -75,6 +76,9 @@ _SENTENCES = {
     Code.EXPLICIT_SHARDING: "A value of the chain is also sharded over an axis of type Explicit.",
     Code.REPLICATED: (
         "The dot's result is the same on several devices, and a ring adds it up in another order on each."
+    ),
+    Code.DEVICES_APART: (
+        "A branch or loop around it may run on some devices only, and all must take part in a ring's hops."
     ),
     Code.OPAQUE_CALL: "The collective is inside a call whose body cannot be replaced.",
 }

@@ -26,6 +26,7 @@ from passes.block_eval import (
     blocks_of,
     chain_scope,
     cut_once,
+    loop,
     run_on_piece,
     tie,
     tie_typed,
@@ -113,7 +114,7 @@ class _Ring:
                 steps = [lax.add(first, np.int32(step)) for step in range(unroll)]
                 return self._between(self._steps(steps, self._resumed(carried)))
 
-            carried = lax.fori_loop(np.int32(0), np.int32(rolled), iteration, carried)
+            carried = loop(0, rolled, iteration, carried)
             sent = self._resumed(carried)
             done = 1 + rolled * unroll
         sums = self._steps(list(range(done, size)), sent)

@@ -236,6 +236,18 @@ def test_a_dot_of_floats_that_gives_integers_rounds_once() -> None:
     np.testing.assert_array_equal(outcome.rewritten, np.full((4, 3, 5), int(8 * 0.4)))
 
 
+def test_a_dot_whose_sums_are_booleans_is_kept_where_they_would_be_added_up() -> None:
+    x, w = RNG.integers(-1, 2, (4, 3, 2)), RNG.integers(-1, 2, (4, 8, 5))
+
+    def body(x: Any, w: Any) -> Any:
+        return lax.dot(gather(x, 1) > 0, w > 0)
+
+    outcome = spmd.run_both(body, (x, w))
+    assert [site.reason for site in outcome.report.sites] == ["unsupported_dtype"]
+    positive = np.concatenate(list(x), 1) > 0
+    np.testing.assert_array_equal(outcome.rewritten, [positive @ (each > 0) for each in w])
+
+
 def test_int8_dots_into_int32_are_scattered_exactly() -> None:
     y = RNG.integers(-128, 128, (8, 16, 64)).astype(np.int8)
     w = RNG.integers(-128, 128, (8, 64, 6)).astype(np.int8)

@@ -342,6 +342,23 @@ def test_an_extreme_over_the_gathered_dim_keeps_a_nan(extreme: str) -> None:
     np.testing.assert_array_equal(outcome.rewritten[1], [wanted] * 4)
 
 
+def test_numbers_that_are_sorted_along_with_what_varies_stay_of_their_type() -> None:
+    """By jax's types they are the same on all devices; derivatives of sorts make such numbers."""
+    function = spmd.run_both(lambda x, w: jnp.sort(gather(x), 1) @ w, (X, W)).jitted
+    ring = overlap.overlap_collectives(
+        jax.jit(jax.grad(lambda x, w: (function(x, w) ** 2).sum() / 2)),
+        policy="always",
+        strict=True,
+        hardware="tpu_v5p",
+    )
+    stacked = [np.sort(GATHERED[0], 1) @ w for w in wide(W)]
+    backward = sum(result @ w.T for result, w in zip(stacked, wide(W), strict=True))
+    wanted = np.zeros_like(backward)
+    np.put_along_axis(wanted, np.argsort(GATHERED[0], 1), backward, 1)
+    np.testing.assert_allclose(ring(X, W), np.stack(np.split(wanted, 4)), rtol=0, atol=1e-3)
+    assert "It stops at sort" in ring.explain(X, W).sites[0].sentence
+
+
 def test_values_of_a_weak_type_stay_so() -> None:
     def body(x: Any, w: Any) -> Any:
         mask = (gather(x) > 0) * 1.0

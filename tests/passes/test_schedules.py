@@ -30,6 +30,7 @@ from tests.passes.ring_patterns import (
     arguments,
     as_ring,
     assert_close,
+    assert_values,
     exact,
     jitted,
     options_of,
@@ -578,3 +579,18 @@ def test_more_pieces_than_a_block_has_parts_are_refused() -> None:
         pytest.raises(ValueError, match=r"3 part\(s\) cannot be cut into 4"),
     ):
         as_ring(jitted(pattern.body, 2, 4))(*given_arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("gather_free", RingSchedule(directions=2, unroll=2)),
+        ("gather_contracting", RingSchedule(directions=1, unroll=2)),
+        ("scatter", RingSchedule(directions=2, unroll=2)),
+        ("psum", RingSchedule(directions=1, columns=2)),
+    ],
+    ids=["gather_free", "gather_contracting", "scatter", "psum"],
+)
+def test_loops_count_in_int32_where_numbers_are_wide(name: str, schedule: RingSchedule) -> None:
+    with jax.enable_x64(True):
+        assert_values(name, 8, 10, schedule, "float64", check_vma=True)
