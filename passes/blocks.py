@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from jax.sharding import PartitionSpec
+
 RESULT = -1
 """The side of a rule that is entered from the equation's result."""
 
@@ -72,7 +74,7 @@ def blockwise(primitive: str, call: Call, side: int, dim: int, blocks: int) -> B
     Returns None where it does not act block by block along that dim.
     """
     rule = _RULES.get(primitive)
-    if rule is None or any(shards(call.params.get(name)) for name in ("sharding", "out_sharding")):
+    if rule is None or (rule is not _CONSTRAINT and any(map(shards, map(call.params.get, _SHARDINGS)))):
         return None
     return rule.dims(call, side, dim, blocks)
 
@@ -211,10 +213,25 @@ def _lone(call: Call, side: int, dim: int, blocks: int) -> Blockwise | None:
     return Blockwise((dim,), dim) if lone else None
 
 
+def _constraint(call: Call, side: int, dim: int, blocks: int) -> Blockwise | None:
+    """How the compiler is to shard the value, over axes that are not mapped, is the same of each block.
+
+    Of a dim that is to be cut itself, blocks would be cut otherwise than the whole.
+    """
+    spec = getattr(call.params["sharding"], "spec", None)
+    if spec is None or call.params["layout"] is not None:
+        return None
+    entry = spec[dim] if dim < len(spec) else None
+    return Blockwise((dim,), dim) if entry in (None, PartitionSpec.UNCONSTRAINED) else None
+
+
 def _result_size(name: str) -> Resize:
     """Resizes the parameter that holds the result's shape."""
     return lambda call, dims, share: {name: _scaled(call.params[name], dims.result_dim, share)}
 
+
+_CONSTRAINT = _Rule(_constraint)
+_SHARDINGS = ("sharding", "out_sharding")
 
 _REDUCING = """
 reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin
@@ -257,6 +274,7 @@ _RULES.update(
         "sort": _Rule(_aside_of("dimension")),
         "slice": _Rule(_slice, _result_size("limit_indices")),
         "pad": _Rule(_pad),
+        "sharding_constraint": _CONSTRAINT,
         "dynamic_slice": _Rule(_dynamic_slice, _result_size("slice_sizes")),
     }
 )

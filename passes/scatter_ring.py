@@ -38,7 +38,10 @@ from passes.hops import Places, Rings
 from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, parts, tile_rows
 
 _EXACT = frozenset(
-    {"transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "neg", "pvary"}
+    {
+        *("transpose", "reshape", "squeeze", "broadcast_in_dim", "convert_element_type"),
+        *("neg", "pvary", "sharding_constraint"),
+    }
 )
 """Equations that only move elements or change their type: a wider dot may come through them unrounded."""
 

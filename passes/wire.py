@@ -12,7 +12,9 @@ from passes.chains import AllGatherDot, BlockOp
 from passes.dots import matmul
 from passes.graph import Dataflow
 
-_MOVES: Final = frozenset({"transpose", "reshape", "squeeze", "broadcast_in_dim", "pvary", "copy"})
+_MOVES: Final = frozenset(
+    {"transpose", "reshape", "squeeze", "broadcast_in_dim", "pvary", "copy", "sharding_constraint"}
+)
 """Equations that round nothing, and commute with rounding."""
 
 

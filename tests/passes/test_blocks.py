@@ -173,6 +173,9 @@ CASES: dict[str, list[Case]] = {
         of(lambda x: lax.slice(x, (0, 2, 0), (4, 4, 12)), CUBE),
         of(lambda x: lax.slice(x, (1, 0, 0), (4, 6, 12), (1, 1, 3)), CUBE),
     ],
+    "sharding_constraint": [
+        of(lambda x: lax.with_sharding_constraint(x, NamedSharding(spmd.mesh_of(1), PartitionSpec("x"))), X)
+    ],
     "pad": [
         of(lambda x: lax.pad(x, np.float32(7), ((0, 0, 0), (1, 2, 0), (0, 0, 1))), CUBE),
         of(lambda x: lax.pad(x, np.float32(7), ((-1, 1, 0), (0, 0, 0), (0, 0, 0))), CUBE),
@@ -376,6 +379,21 @@ def test_a_dim_whose_blocks_are_not_independent_is_refused(case: Any) -> None:
 def test_a_primitive_without_a_rule_is_refused() -> None:
     call = Call({}, ((4, 6),), ((4, 6),))
     assert blockwise("fft", call, 0, 0, 2) is None
+
+
+def test_a_constraint_on_other_dims_is_that_of_each_block() -> None:
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def dims_of(*entries: Any) -> list[int | None]:
+        sharding = NamedSharding(mesh, PartitionSpec(*entries))
+        call = Call({"sharding": sharding, "layout": None}, ((4, 6, 8),), ((4, 6, 8),))
+        return [
+            None if (dims := blockwise("sharding_constraint", call, 0, dim, 2)) is None else dims.result_dim
+            for dim in range(3)
+        ]
+
+    assert dims_of("x") == [None, 1, 2]
+    assert dims_of(None, ("x",), PartitionSpec.UNCONSTRAINED) == [0, None, 2]
 
 
 @pytest.mark.parametrize("name", ["sharding", "out_sharding"])
