@@ -160,7 +160,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
     try:
         check_outputs(
             {"--html": arguments.html, "--trace": arguments.trace},
-            read=[*arguments.paths, *([arguments.hardware] if arguments.hardware else [])],
+            read=(*arguments.paths, arguments.hardware),
         )
     except OSError as error:
         raise DumpError(_cannot_write(error.filename, error)) from error

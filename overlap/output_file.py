@@ -22,20 +22,22 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
 
 
 def check_outputs(
-    files: Mapping[str, str | os.PathLike[str] | None], *, read: Iterable[str | os.PathLike[str]] = ()
+    files: Mapping[str, str | os.PathLike[str] | None],
+    *,
+    read: Iterable[str | os.PathLike[str] | None] = (),
 ) -> None:
     """Refuses files that could not all be written. Nothing is written.
 
     Args:
       files: option, such as "--html", → the file that it names; None where it is not given.
-      read: files that are read, and would be lost.
+      read: files that are read, and would be lost; None for one that is not given.
 
     Raises:
       ValueError: an option names no file, two the same, or one of those that are read.
       OSError: a file cannot be written there; it has the path.
     """
     options: dict[str, str] = {}
-    inputs = {os.path.realpath(path) for path in read}
+    inputs = {os.path.realpath(path) for path in read if path is not None}
     for option, path in files.items():
         if path is None:
             continue

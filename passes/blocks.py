@@ -51,8 +51,11 @@ Resize = Callable[[Call, Blockwise, Fraction], Params]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Rule:
+    """How a primitive acts; with ``sharded`` also where it asks for a sharding that cuts some dim."""
+
     dims: Dims
     resize: Resize | None = None
+    sharded: bool = False
 
 
 _RULES: dict[str, _Rule] = {}
@@ -74,7 +77,9 @@ def blockwise(primitive: str, call: Call, side: int, dim: int, blocks: int) -> B
     Returns None where it does not act block by block along that dim.
     """
     rule = _RULES.get(primitive)
-    if rule is None or (rule is not _CONSTRAINT and any(map(shards, map(call.params.get, _SHARDINGS)))):
+    if rule is None:
+        return None
+    if not rule.sharded and any(shards(call.params.get(name)) for name in ("sharding", "out_sharding")):
         return None
     return rule.dims(call, side, dim, blocks)
 
@@ -230,9 +235,6 @@ def _result_size(name: str) -> Resize:
     return lambda call, dims, share: {name: _scaled(call.params[name], dims.result_dim, share)}
 
 
-_CONSTRAINT = _Rule(_constraint)
-_SHARDINGS = ("sharding", "out_sharding")
-
 _REDUCING = """
 reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin
 """
@@ -274,7 +276,7 @@ _RULES.update(
         "sort": _Rule(_aside_of("dimension")),
         "slice": _Rule(_slice, _result_size("limit_indices")),
         "pad": _Rule(_pad),
-        "sharding_constraint": _CONSTRAINT,
+        "sharding_constraint": _Rule(_constraint, sharded=True),
         "dynamic_slice": _Rule(_dynamic_slice, _result_size("slice_sizes")),
     }
 )

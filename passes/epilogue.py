@@ -117,9 +117,8 @@ def _followers(
             continue
         done = index
         op = flow.ops[index]
-        if has_effects(op.eqn) or any(explicitly_sharded(flow.avals[value]) for value in op.outputs):
-            continue
-        if not keeps_types(flow, op):
+        sharded = any(explicitly_sharded(flow.avals[value]) for value in op.outputs)
+        if sharded or has_effects(op.eqn) or not keeps_types(flow, op):
             continue
         side = next(i for i, v in enumerate(op.inputs) if isinstance(v, int) and v in blocked)
         first = op.inputs[side]

@@ -14,12 +14,10 @@ from passes.collective import Collective, mesh_axes
 from passes.graph import COLLECTIVES, GATHERS, REDUCTIONS, Dataflow, Op, Operand
 
 _LOCAL = frozenset({"iota", "dot_general"})
-_STARTED = frozenset({"ppermute_start", "all_to_all_start", "reduce_scatter_start"})
-_OF_THE_DEVICE = (
-    frozenset({"axis_index", "ppermute", "pgather", "precv", "ragged_all_to_all", "rng_uniform"})
-    | _STARTED
-    | COLLECTIVES - GATHERS - REDUCTIONS
-)
+_OF_THE_DEVICE = COLLECTIVES - GATHERS - REDUCTIONS | {
+    *("axis_index", "ppermute", "pgather", "precv", "ragged_all_to_all", "rng_uniform"),
+    *("ppermute_start", "all_to_all_start", "reduce_scatter_start"),
+}
 """Equations that may give something else on each device, whatever they are given."""
 _EXTREMES = frozenset({"pmax", "pmin"})
 _CALLS = frozenset(
@@ -71,18 +69,18 @@ class Invariance:
         return frozenset(axis for axis in axes if not self._end_together(op, axis))
 
     def _end_together(self, op: Op, axis: str) -> bool:
-        given = list(map(self._along((axis,)), op.inputs))
-        arguments = self._of_loop(op.eqn, given, {axis})[0]["cond_jaxpr"]
+        arguments = self._in_loop(op, "cond_jaxpr", axis)
         return all(self._of_body(op.params["cond_jaxpr"], tuple(arguments), {axis}))
 
     def in_loop(self, op: Op, body: str, axes: Iterable[str]) -> tuple[frozenset[str], ...]:
         """Along which of these axes each argument of a loop's body is the same in every iteration."""
-        same: dict[str, Sequence[bool]] = {}
-        for axis in axes:
-            given = list(map(self._along((axis,)), op.inputs))
-            same[axis] = self._of_loop(op.eqn, given, {axis})[0][body]
+        same = {axis: self._in_loop(op, body, axis) for axis in axes}
         arguments = len(shims.loop_operands(op.eqn, body))
         return tuple(frozenset(axis for axis in same if same[axis][i]) for i in range(arguments))
+
+    def _in_loop(self, op: Op, body: str, axis: str) -> Sequence[bool]:
+        given = list(map(self._along((axis,)), op.inputs))
+        return self._of_loop(op.eqn, given, {axis})[0][body]
 
     def _along(self, axes: tuple[str, ...]) -> Callable[[Operand], bool]:
         known = self._known.setdefault(tuple(sorted(axes)), {})

@@ -61,12 +61,8 @@ def match_dataflow(
     collectives = [c for i in range(len(flow.ops)) if (c := read_collective(flow, i)) is not None]
     if not collectives:
         return ()
-    if (shape := _symbolic_shape(flow)) is not None:
-        unknown = Reason(Code.SYMBOLIC_SHAPE, f"One of its shapes is ({', '.join(map(str, shape))}).")
-        return tuple(Match(collective, unknown) for collective in collectives)
-    if (dtype := _switched_off(flow)) is not None:
-        off = f"{dtype} is in the program, and jax_enable_x64 is off where it is called."
-        return tuple(Match(collective, Reason(Code.UNSUPPORTED_DTYPE, off)) for collective in collectives)
+    if (reason := _no_chains(flow)) is not None:
+        return tuple(Match(collective, reason) for collective in collectives)
     found: dict[int, list[Chain]] = {}
     reasons: dict[int, list[Reason]] = {}
     open_ones: list[Collective] = []
@@ -107,6 +103,16 @@ def _devices_apart(collective: Collective, apart: Set[str]) -> Reason | None:
     if collective.groups is None:
         apart = apart - set(collective.axes)
     return Reason(Code.DEVICES_APART, f"They differ along {', '.join(sorted(apart))}.") if apart else None
+
+
+def _no_chains(flow: Dataflow) -> Reason | None:
+    """Why no ring can be in a graph, whatever its collectives; None if rings can."""
+    if (shape := _symbolic_shape(flow)) is not None:
+        return Reason(Code.SYMBOLIC_SHAPE, f"One of its shapes is ({', '.join(map(str, shape))}).")
+    if (dtype := _switched_off(flow)) is not None:
+        off = f"{dtype} is in the program, and jax_enable_x64 is off where it is called."
+        return Reason(Code.UNSUPPORTED_DTYPE, off)
+    return None
 
 
 def _symbolic_shape(flow: Dataflow) -> tuple[Any, ...] | None:

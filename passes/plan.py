@@ -305,8 +305,11 @@ class _Alike:
 
 
 def _alike(op: Op, param: str, body: Any, invariance: Invariance, around: _Alike) -> _Alike:
-    """What several devices have in common that run a body of an operation."""
-    apart = around.apart | invariance.apart(op)
+    """What several devices have in common that run a body of an operation.
+
+    Args:
+      around: what those have in common that come to the body.
+    """
     if op.name == "shard_map":
         new = frozenset(op.params["newly_manual_axes"])
         cut = (
@@ -317,14 +320,14 @@ def _alike(op: Op, param: str, body: Any, invariance: Invariance, around: _Alike
             invariance.axes_of(operand, around.axes) | new.difference(names)
             for operand, names in zip(op.inputs, cut, strict=True)
         ]
-        return _Alike(around.axes | new, tuple(same), apart)
+        return _Alike(around.axes | new, tuple(same), around.apart)
     if not around.axes:
-        return _Alike(apart=apart)
+        return _Alike(apart=around.apart)
     if op.name in LOOPS:
-        return _Alike(around.axes, invariance.in_loop(op, param, around.axes), apart)
+        return dataclasses.replace(around, arguments=invariance.in_loop(op, param, around.axes))
     arguments = _passed(op, len(shims.open_jaxpr(body)[0].invars))
     same = [invariance.axes_of(operand, around.axes) for operand in arguments]
-    return _Alike(around.axes, tuple(same), apart)
+    return dataclasses.replace(around, arguments=tuple(same))
 
 
 class _Planner:
@@ -384,8 +387,10 @@ class _Planner:
                 and (value in again or any(user > index for user in reversed(flow.users[value])))
             }
 
-            def within(param: str, body: Any, op: Op = op) -> _Alike:
-                return _alike(op, param, body, invariance, alike)
+            around = dataclasses.replace(alike, apart=alike.apart | invariance.apart(op))
+
+            def within(param: str, body: Any, op: Op = op, around: _Alike = around) -> _Alike:
+                return _alike(op, param, body, invariance, around)
 
             inner = self._bodies(op, path, same, mapped, within, read_again, replaceable=replaceable)
             if not inner:

@@ -34,7 +34,7 @@ from bench.schedules.run import RESULTS
 from cost_model.dtypes import dtype_bytes
 
 SEED: Final = 20274
-"""Not 20260 to 20272, 777 or 778, to whose chains prices were fitted: the sample is to be unseen."""
+"""Not 20260 to 20273, 777 or 778, to whose chains prices were fitted: the sample is to be unseen."""
 
 RATIO: Final = (0.05, 10.0)
 """Communication over compute, as estimated."""
