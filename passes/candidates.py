@@ -16,6 +16,7 @@ from passes.graph import Dataflow
 from passes.reduce_scatters import goes_by_reduce_scatters
 from passes.rules import rule
 from passes.schedule import RingSchedule, across, divisions, tile_rows
+from passes.starts import may_start_explicitly
 from passes.wire import wire_dtype
 
 UNROLL: Final = 4
@@ -51,18 +52,13 @@ def candidates(
         return (RingSchedule(directions=1), late) if thorough else (late,)
     found = forms(_cuttable(flow, chain, unit), axis)
     if not thorough:
-        explicit, gathers = starts_explicitly(flow), isinstance(chain, AllGatherDot)
+        explicit, gathers = may_start_explicitly(flow, chain.collective), isinstance(chain, AllGatherDot)
         known = rule(axis.hardware, gathers=gathers, explicit=explicit)
         admitted = known.admitted(found, gathers=gathers, dots=len(chain.dots), explicit=explicit)
         found = admitted or found[:1]
     schedules = tuple(_schedule(form, axis, unroll) for form in found)
     # Of the rings only the simplest could still be better there, and timing takes long.
     return (*schedules[:1], *in_turn) if thorough and in_turn else schedules
-
-
-def starts_explicitly(flow: Dataflow) -> bool:
-    """Whether rings on TPU and GPU start their hops themselves; what is differentiated afterwards cannot."""
-    return shims.EXPLICIT_STARTS and not flow.differentiable
 
 
 def _adds_up(chain: Chain) -> bool:
@@ -110,7 +106,7 @@ def _cuttable(flow: Dataflow, chain: Chain, unit: int) -> Cuttable:
             unit=unit,
             tile_rows=tile_rows(flow, chain),
             strip=_strip(flow, chain.scatter, most=unit if chain.gather else None),
-            chunks=starts_explicitly(flow) and chain.gather is None and placed,
+            chunks=may_start_explicitly(flow, chain.collective) and chain.gather is None and placed,
             in_turn=chain.gather is None,
         )
     gathers = isinstance(chain, AllGatherDot)

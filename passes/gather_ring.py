@@ -33,6 +33,7 @@ from passes.graph import Dataflow
 from passes.hops import Places, Rings
 from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, itinerary, parts, tile_rows
 from passes.sent import passed_on, sent, slices
+from passes.starts import starts_explicitly
 
 
 def emit_gather_ring(
@@ -92,7 +93,7 @@ class _Ring:
             self.bounds = (*(strip.start for strip in strips), Fraction(1))
         self.itinerary = itinerary(schedule, divided, unit, chain.collective.axis_size)
         self.cut_apart = cut_for(flow, chain, chain.summed) if schedule.cut == "apart" else {}
-        self.explicit = not flow.differentiable and shims.explicit_starts(flow.avals[chain.wire])
+        self.explicit = starts_explicitly(flow, chain.collective)
         self.late = Late(flow, chain, rings[0], read) if schedule.late else None
 
     def scope(self) -> contextlib.AbstractContextManager[None]:

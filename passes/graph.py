@@ -109,6 +109,7 @@ class Dataflow:
       outputs: the jaxpr's results.
       constants: values known when the jaxpr was made.
       differentiable: whether only what jax may differentiate is to be made of the graph.
+      steady: values that are the same in every iteration of the loop around it.
     """
 
     ops: tuple[Op, ...]
@@ -117,6 +118,7 @@ class Dataflow:
     outputs: tuple[Operand, ...]
     constants: Mapping[int, Any]
     differentiable: bool = False
+    steady: frozenset[int] = frozenset()
 
     def bytes_of(self, value: int) -> int:
         """Bytes of a value, as a whole."""

@@ -375,6 +375,7 @@ class _Planner:
         bodies: dict[int, dict[str, tuple[Plan, ...]]] = {}
         opaque: dict[int, tuple[Plan, ...]] = {}
         same = _steady_values(flow, steady)
+        flow = dataclasses.replace(flow, steady=frozenset(same or ()))
         again = frozenset(flow.inputs[position] for position in lasting)
         invariance = Invariance(flow, alike.of(flow))
         for index, op in enumerate(flow.ops):
@@ -404,7 +405,7 @@ class _Planner:
 
         def decided(plan: Plan) -> Plan:
             replicas = invariance if plan.flow is flow else Invariance(plan.flow, alike.of(plan.flow))
-            return self._decided(plan, same, replaceable, mapped, replicas, again, alike.apart)
+            return self._decided(plan, replaceable, mapped, replicas, again, alike.apart)
 
         self.plans[key] = _scattering_first(undecided, decided) if replaceable else decided(undecided)
         return self.plans[key]
@@ -456,7 +457,6 @@ class _Planner:
     def _decided(
         self,
         plan: Plan,
-        same: Set[int] | None,
         replaceable: bool,
         mapped: _Mapped | None,
         replicas: Invariance,
@@ -475,7 +475,7 @@ class _Planner:
         repeated = {
             match.collective.op
             for match in matches
-            if same is not None and all(o in same for o in flow.ops[match.collective.op].inputs)
+            if flow.steady.issuperset(flow.ops[match.collective.op].inputs)
         }
         decisions = decide(
             flow,
@@ -542,12 +542,12 @@ def _steady_arguments(op: Op, param: str, body: Any, same: Set[int] | None) -> f
 
 
 def _arguments(op: Op, param: str, body: Any, values: Set[int]) -> frozenset[int]:
-    """The positions of a body's arguments that are literals or among these values; of a loop its constants.
+    """The positions of a body's arguments that are literals or among these values.
 
-    The constants of a loop are the same in every iteration, and read again in each.
+    Of a loop they are those that are the same in every iteration, which are read again in each.
     """
     if op.name in LOOPS:
-        return frozenset(range(shims.loop_constants(op.eqn, param)))
+        return shims.loop_unchanged(op.eqn, param)
     inputs = _passed(op, len(shims.open_jaxpr(body)[0].invars))
     return frozenset(i for i, o in enumerate(inputs) if not isinstance(o, int) or o in values)
 

@@ -17,11 +17,11 @@ from cost_model.matmul import matmul_s
 from cost_model.offloaded import sums_whole
 from cost_model.ring_work import NOTHING_BEFORE, Before
 from passes.block_eval import accumulator_dtype, cut_once
-from passes.candidates import starts_explicitly
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
 from passes.dots import matmul
 from passes.graph import Dataflow
 from passes.schedule import Across, RingSchedule, across, gather_schedule
+from passes.starts import may_start_explicitly
 from passes.turns import shares
 from passes.wire import may_round, wire_dtype
 
@@ -147,7 +147,7 @@ def gather_sizes(
         gathered_bytes=gathered_bytes,
         accumulator=max(sums, key=lambda dtype: dtype.itemsize).name if sums else "float32",
         hands_out_gathered=bool(chain.handed_out),
-        starts_implied=on_torus and not starts_explicitly(flow),
+        starts_implied=on_torus and not may_start_explicitly(flow, chain.collective),
         before=before,
     )
 

@@ -31,6 +31,7 @@ from passes.graph import Dataflow, Operand
 from passes.hops import Rings
 from passes.scatter_ring import partial_sum, widened_ops
 from passes.schedule import Across, Part, RingSchedule, across, divisions, parts, tile_rows
+from passes.starts import starts_explicitly
 
 
 def emit_psum_pipeline(
@@ -99,7 +100,7 @@ class _Pipeline:
         op = flow.ops[self.collective.op]
         self.operand_aval = flow.aval(op.inputs[0])
         self.aval = flow.avals[op.outputs[0]]
-        self.explicit = not flow.differentiable and shims.explicit_starts(self.operand_aval)
+        self.explicit = starts_explicitly(flow, chain.collective)
         # As in a scatter ring: an addition that is part of its product needs the sum before it.
         self.sum_first = shims.on_tpu(self.operand_aval) and len(self.divided) > 1
         self.widened = widened_ops(flow, chain.scatter)

@@ -36,6 +36,7 @@ from passes.chains import DotReduceScatter
 from passes.graph import Dataflow, Operand
 from passes.hops import Places, Rings
 from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, parts, tile_rows
+from passes.starts import starts_explicitly
 
 _EXACT = frozenset(
     {
@@ -82,7 +83,7 @@ class _Ring:
         self.widened = widened_ops(flow, chain)
         (operand,) = flow.ops[chain.collective.op].inputs
         self.operand_aval = flow.aval(operand)
-        self.explicit = not flow.differentiable and shims.explicit_starts(self.operand_aval)
+        self.explicit = starts_explicitly(flow, chain.collective)
         # For the addition to be fused into the product the sum must have arrived before it: then only the
         # products for other pieces can hide its hop.
         self.sum_first = shims.on_tpu(self.operand_aval) and len(self.divided) > 1

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax._src import core, source_info_util
 from jax._src.mesh import get_concrete_mesh
@@ -159,6 +160,21 @@ def loop_operands(eqn: JaxprEqn, body: str) -> Sequence[int]:
     after = loop_carried(eqn).start
     rest = range(after, len(eqn.invars))
     return [*(range(constants) if body == "cond_jaxpr" else range(constants, after)), *rest]
+
+
+def loop_unchanged(eqn: JaxprEqn, body: str) -> frozenset[int]:
+    """Which arguments of a loop's body (named by its parameter) are the same in every iteration.
+
+    Those are its constants, and what it carries and returns as it came: the cotangent of a running sum, say.
+    """
+    step = "jaxpr" if eqn.primitive.name == "scan" else "body_jaxpr"
+    inner, _ = open_jaxpr(eqn.params[step])
+    argument = dict(zip(loop_operands(eqn, step), inner.invars, strict=True))
+    carried = range(len(eqn.invars))[loop_carried(eqn)]
+    kept = {i for i, result in zip(carried, inner.outvars, strict=False) if result is argument[i]}
+    constants = loop_constants(eqn, body)
+    operands = enumerate(loop_operands(eqn, body))
+    return frozenset(position for position, i in operands if position < constants or i in kept)
 
 
 def has_effects(eqn_or_jaxpr: Any) -> bool:
@@ -336,6 +352,13 @@ def explicit_starts(aval: Any) -> bool:
     return _START is not None and _platform(aval) in ("tpu", "gpu")
 
 
+def all_manual(aval: Any) -> bool:
+    """Whether ``shard_map`` is manual over all axes, of several devices, of the mesh in a value's type."""
+    mesh = aval.sharding.mesh
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return all(kind is AxisType.Manual or mesh.shape[name] == 1 for name, kind in kinds)
+
+
 def start_ppermute(value: Any, names: tuple[str, ...], pairs: Sequence[tuple[int, int]]) -> Any:
     """Starts a ``ppermute`` and gives a future of its result, for ``finish_ppermute``.
 
@@ -352,13 +375,15 @@ def finish_ppermute(future: Any) -> Any:
 
 
 def row_major(value: Any) -> Any:
-    """The value, laid out by rows.
+    """The value, laid out by rows; complex numbers are left to the compiler.
 
     The TPU compiler lays the operand and the result of a started hop out apart, and then refuses where they
-    differ.
+    differ. Complex numbers it first takes apart, and refuses a layout for them.
     """
     from jax.experimental.layout import Layout, with_layout_constraint
 
+    if jnp.issubdtype(value.dtype, jnp.complexfloating):
+        return value
     return with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
 
 

@@ -317,6 +317,23 @@ def test_a_gather_of_the_same_value_in_every_iteration_is_reported_and_left_to_b
         np.testing.assert_allclose(outcome.rewritten, outcome.original, atol=1e-5)
 
 
+def test_what_a_loop_carries_unchanged_is_the_same_in_every_iteration() -> None:
+    """The cotangent of a running sum, from which the backward pass makes a sum that is then scattered."""
+
+    def body(x: Any, w: Any, v: Any) -> Any:
+        def total(x: Any) -> Any:
+            def step(total: Any, _: None) -> tuple[Any, None]:
+                return total + (lax.all_gather(x, "x", tiled=True) @ w).sum(), None
+
+            return lax.scan(step, 0 * (x.sum() + w.sum()), length=3)[0]
+
+        return jax.grad(total)(x)
+
+    report = spmd.run_both(body, F32, policy="auto").report
+    (scatter,) = (site for site in report.sites if site.kind == "dot_reduce_scatter")
+    assert scatter.reason == "loop_invariant"
+
+
 def test_functions_that_call_each_other_twice_are_each_counted_once() -> None:
     def summed(x: Any) -> Any:
         return lax.scan(lambda c, _: (lax.psum(c, "x"), None), x, length=3)[0]

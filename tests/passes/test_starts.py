@@ -40,3 +40,68 @@ def test_one_shard_sent_along_two_axes_arrives_along_both() -> None:
     starts = [i for i in module.entry_computation.instructions if i.opcode == "collective-permute-start"]
     pairs = {start.attributes["source_target_pairs"] for start in starts}
     assert pairs == {"{{0,2},{2,0},{1,3},{3,1}}", "{{0,1},{1,0},{2,3},{3,2}}"}
+
+
+MESHES = """
+import json
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from overlap import overlap_collectives, tpu_target
+
+mesh = Mesh(np.array(tpu_target.devices("v5e:2x2")).reshape(2, 2), ("x", "y"))
+
+def compiled(body, shapes, ins, shardings, manual=("x", "y"), dtype=jnp.bfloat16):
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=P("x"), axis_names={*manual})
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(shapes, shardings)
+    ]
+    lowered = overlap_collectives(jax.jit(mapped), policy="always", strict=True).lower(*arguments)
+    return lowered.as_text().count('@"collective-permute-start"'), lowered.compile().as_text()
+
+square, replicated = ((1024, 1024), (1024, 1024)), (P("x"), P())
+
+def scatter(x, w):
+    return lax.psum_scatter(jnp.tile(x, (2, 1)) @ w, "x", tiled=True)
+"""
+
+NOT_STARTED = """
+def permutes(*program, **options):
+    started, text = compiled(*program, **options)
+    return [started, *map(text.count, ("collective-permute-start(", "all-gather(", "all-gather-start("))]
+
+def mlp(x, w, v):
+    h = jnp.tanh(lax.all_gather(x, "x", tiled=True) @ w)
+    return lax.psum_scatter(h @ v, "x", tiled=True)
+
+def running_sum(x, w):
+    return lax.scan(lambda c, _: (c + scatter(x, w), None), x, length=3)[0]
+
+def gradient(x, w):
+    def loss(x, w):
+        step = lambda c, _: (c + (jnp.tanh(lax.all_gather(x, "x", tiled=True)) @ w).sum(), None)
+        return lax.scan(step, jnp.bfloat16(0) * x.sum() * w.sum(), length=3)[0]
+    return jax.grad(loss)(x, w)
+
+tensors = (P(None, "x"), P("x", None))
+print(json.dumps({
+    "auto axis": permutes(
+        mlp, ((256, 256), (256, 512), (512, 256)), (P("x"), *tensors), (P("x", "y"), *tensors), manual="x"
+    ),
+    "same in every iteration": permutes(running_sum, square, replicated, replicated),
+    "carried unchanged": permutes(gradient, square, replicated, replicated),
+    "complex": permutes(scatter, square, replicated, replicated, dtype=jnp.complex64),
+}))
+"""
+
+
+@needs_libtpu
+def test_compilers_take_rings_whose_hops_may_not_be_started_explicitly() -> None:
+    """The TPU compiler refuses hops started within a mesh of other axes too, or gathers all that they send.
+
+    It refuses, or ends the process over, hops started of what is the same in every iteration of a loop.
+    """
+    told = told_by(MESHES + NOT_STARTED)
+    assert all(started == 0 and permutes > 0 for started, permutes, *_ in told.values()), told
+    assert told["auto axis"][2:] == [0, 0], "nothing is gathered along y"
