@@ -95,6 +95,19 @@ print(json.dumps({
 }))
 """
 
+ALL_ZERO = """
+from passes.schedule import RingSchedule
+from tests.passes.spmd import only_schedule
+
+def scatter(x, w):
+    partial = (jnp.tile(x, (2, 1)) @ w).astype(jnp.int8)
+    return lax.psum_scatter(partial * jnp.int8(0), "x", tiled=True)
+
+with only_schedule(RingSchedule(directions=2, chains=2)):
+    started, text = compiled(scatter, square, replicated, replicated)
+print(json.dumps([started, text.count("collective-permute-start("), text.count("collective-permute-done(")]))
+"""
+
 
 @needs_libtpu
 def test_compilers_take_rings_whose_hops_may_not_be_started_explicitly() -> None:
@@ -105,3 +118,10 @@ def test_compilers_take_rings_whose_hops_may_not_be_started_explicitly() -> None
     told = told_by(MESHES + NOT_STARTED)
     assert all(started == 0 and permutes > 0 for started, permutes, *_ in told.values()), told
     assert told["auto axis"][2:] == [0, 0], "nothing is gathered along y"
+
+
+@pytest.mark.skipif(not shims.EXPLICIT_STARTS, reason="the compiler of this jax places the starts itself")
+@needs_libtpu
+def test_equal_sums_are_sent_each_by_a_hop_of_its_own() -> None:
+    """XLA once took the starts of all four pieces, sums of zeros, for one; the process ended over it."""
+    assert told_by(MESHES + ALL_ZERO) == [4, 4, 4]
