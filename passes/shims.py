@@ -431,6 +431,7 @@ def _ppermute_start() -> Callable[..., Any] | None:
 
             batching.primitive_batchers[primitive] = batched
     mlir.register_lowering(parallel.ppermute_start_p, _told_apart, cacheable=False)
+    mlir.register_lowering(parallel.ppermute_done_p, _awaited)
     return start  # type: ignore[no-any-return]
 
 
@@ -450,7 +451,27 @@ def _told_apart(ctx: Any, value: Any, **params: Any) -> Any:
     # A dict of the module's own: each process numbers its starts alike.
     number = next(ctx.module_context.cached_primitive_lowerings.setdefault(_told_apart, itertools.count()))
     future.owner.attributes["backend_config"] = mlir.ir.StringAttr.get(f"start {number}")
-    return [future]
+    return [_staying(future)]
+
+
+def _awaited(ctx: Any, future: Any) -> Any:
+    """Lowers what waits for a start."""
+    from jax._src.lax import parallel
+
+    wait: Callable[..., Any] = parallel._async_done_lowering
+    (value,) = wait("collective-permute-done", ctx, future)
+    return [_staying(value)]
+
+
+def _staying(result: Any) -> Any:
+    """The result of an operation that the compiler is to leave in the loop that it is in.
+
+    XLA moves the start of a hop out of a loop that sends the same in every iteration, even one around the
+    whole of our program, and leaves in it what waits for the hop: the process ends. What may have an effect
+    it moves nowhere, and keeps: so both halves of a hop may.
+    """
+    result.owner.attributes["has_side_effect"] = mlir.ir.BoolAttr.get(True)
+    return result
 
 
 _START = _ppermute_start()

@@ -125,3 +125,26 @@ def test_compilers_take_rings_whose_hops_may_not_be_started_explicitly() -> None
 def test_equal_sums_are_sent_each_by_a_hop_of_its_own() -> None:
     """XLA once took the starts of all four pieces, sums of zeros, for one; the process ended over it."""
     assert told_by(MESHES + ALL_ZERO) == [4, 4, 4]
+
+
+LOOP_AROUND = """
+def layer(x, w):
+    return jnp.tanh(x @ lax.all_gather(w, "x", tiled=True))
+
+step = overlap_collectives(
+    jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=(P("x"), P("x")), out_specs=P("x"))),
+    policy="always",
+    strict=True,
+)
+arguments = [jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))] * 2
+lowered = jax.jit(lambda x, w: lax.fori_loop(0, 3, lambda _, x: step(x, w), x)).lower(*arguments)
+started, text = lowered.as_text().count('@"collective-permute-start"'), lowered.compile().as_text()
+print(json.dumps([started, text.count("collective-permute-start(")]))
+"""
+
+
+@pytest.mark.skipif(not shims.EXPLICIT_STARTS, reason="the compiler of this jax places the starts itself")
+@needs_libtpu
+def test_a_loop_around_the_rewritten_function_keeps_both_halves_of_its_hops() -> None:
+    """XLA once moved the start of a hop out of the loop, and left its end in it: the process ended."""
+    assert told_by(MESHES + LOOP_AROUND) == [1, 1]
