@@ -87,11 +87,20 @@ def _axes(op: Any) -> Iterable[Any]:
     return names if isinstance(names, tuple | list) else (names,)
 
 
+def _same_as(flow: Dataflow, collective: Collective) -> str:
+    """Where an equal collective is whose result is used in place of this one's; nothing if there is none."""
+    op = flow.ops[collective.op]
+    for other in flow.ops[: collective.op]:
+        if (other.name, other.inputs, other.params) == (op.name, op.inputs, op.params):
+            return f"It is the same as the {collective.kind} at {other.source}."
+    return ""
+
+
 def unsupported(flow: Dataflow, collective: Collective) -> Reason | None:
     """Why no ring of ours can stand in for the collective, whatever is around it; None if one can."""
     op = flow.ops[collective.op]
     if collective.op not in flow.live:
-        return Reason(Code.UNUSED)
+        return Reason(Code.UNUSED, _same_as(flow, collective))
     if op.name not in _DECOMPOSED or len(op.outputs) != 1:
         return Reason(Code.UNSUPPORTED_COLLECTIVE, f"It is {op.name} of {len(op.outputs)} value(s).")
     if not {name for name, _ in collective.mesh_sizes}.issuperset(_axes(op)):

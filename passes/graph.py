@@ -232,6 +232,7 @@ class _Reader:
         self.constants: dict[int, Any] = {}
         self.gathered: set[int] = set()
         self.multiplied: set[int] = set()
+        self.collectives: dict[tuple[str, tuple[Operand, ...]], list[Op]] = {}
         self.crossings: dict[int, _Crossing] = {}
         self.blockwise: dict[int, bool] = {}
 
@@ -302,9 +303,18 @@ class _Reader:
                 follows and is_blockwise(eqn.primitive.name)
             ):
                 self.multiplied.update(outputs)
-            env.update(zip(eqn.outvars, outputs, strict=True))
-            self.ops.append(Op(eqn, operands, outputs, scope, call))
+            op = Op(eqn, operands, outputs, scope, call)
+            self.ops.append(op)
+            env.update(zip(eqn.outvars, self._first(op).outputs, strict=True))
         return tuple(map(operand, body.outvars))
+
+    def _first(self, op: Op) -> Op:
+        """The first of the collectives that are equal to this one: compilers keep no other. Else itself."""
+        if op.name not in COLLECTIVES:
+            return op
+        alike = self.collectives.setdefault((op.name, op.inputs), [])
+        alike.append(op)
+        return next(other for other in alike if other.params == op.params)
 
     def _blockwise_only(self, jaxpr: Any) -> bool:
         """Whether all equations of a call act block by block, for some dims: an activation, for one."""

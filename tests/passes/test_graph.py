@@ -144,3 +144,15 @@ def test_collectives_are_not_effects_that_order_equations() -> None:
 
     flow = dataflow(bodies.shard_body(body, X, X))
     assert not list(flow.edges())
+
+
+def test_of_equal_collectives_the_first_one_is_read() -> None:
+    def body(x: Any, w: Any) -> Any:
+        rows, again = (lax.all_gather(x, "x", axis=0, tiled=True) for _ in range(2))
+        columns = lax.all_gather(x, "x", axis=1, tiled=True)
+        return rows @ w, again @ w, columns.T @ w
+
+    flow = dataflow(bodies.shard_body(body, W, W))
+    gathers = [op for op in flow.ops if op.name == "all_gather"]
+    assert [len(flow.users[op.outputs[0]]) for op in gathers] == [2, 0, 1]
+    assert [op in flow.live.values() for op in gathers] == [True, False, True]
