@@ -412,7 +412,7 @@ def _ppermute_start() -> Callable[..., Any] | None:
     future = getattr(core, "AbstractFuture", None)
     start = getattr(parallel, "ppermute_start", None)
     # jax 0.10 has the start, but no barrier that takes its future.
-    lowers = hasattr(parallel, "_ppermute_lowering")
+    lowers = hasattr(parallel, "_ppermute_lowering") and hasattr(parallel, "_async_done_lowering")
     if jax.__version_info__ < (0, 12) or future is None or start is None or not lowers:
         return None
 
@@ -458,8 +458,8 @@ def _awaited(ctx: Any, future: Any) -> Any:
     """Lowers what waits for a start."""
     from jax._src.lax import parallel
 
-    wait: Callable[..., Any] = parallel._async_done_lowering
-    (value,) = wait("collective-permute-done", ctx, future)
+    module: Any = parallel
+    (value,) = module._async_done_lowering("collective-permute-done", ctx, future)
     return [_staying(value)]
 
 
