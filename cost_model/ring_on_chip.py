@@ -220,7 +220,11 @@ def _cut_first_bytes(
     for (piece, whole), side in zip(work.pairs, shared, strict=True):
         cut_bytes = side_bytes(whole, _read_by_blocks(work, axis_size, piece, whole))
         first = not found or work.collective == "all_gather"
-        found.append(cut_bytes if first and side_bytes(whole, side) < cut_bytes <= room_bytes else 0.0)
+        larger = side_bytes(whole, side) < cut_bytes
+        fits = side_bytes(whole, side) <= room_bytes
+        strips = work.collective == "reduce_scatter" and piece.stationary(whole) is None
+        alone = strips and fits and side_bytes(whole, side) + cut_bytes > room_bytes
+        found.append(cut_bytes if first and (larger or alone) and cut_bytes <= room_bytes else 0.0)
         room_bytes -= found[-1]
     return tuple(found)
 

@@ -7,12 +7,15 @@ and no dot is cut into as many parts as there are devices.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 from jax import lax
 
+from cost_model.chips import from_device_kind
 from cost_model.tile import LANES
 from passes import shims
 from passes.arrivals import rounded, take_in, values_of
@@ -21,7 +24,7 @@ from passes.chains import AllGatherDot, Chain
 from passes.gather_ring import cut
 from passes.graph import Dataflow
 from passes.hops import Places
-from passes.schedule import WHOLE, RingSchedule, across, divisions, parts, tile_rows
+from passes.schedule import WHOLE, Part, RingSchedule, across, divisions, parts, tile_rows
 from passes.sent import sent
 from passes.turns import Turns
 
@@ -52,31 +55,71 @@ def emit_all_gathers(
     else:
         dim = strips.dim
         divided = parts(schedule, wire.shape[dim], LANES)
-    dtype, on_gpu = flow.avals[chain.wire].dtype, shims.on_gpu(flow.avals[chain.wire])
     pieces = sent(flow, chain, places, wire, dim, (*(part.start for part in divided), Fraction(1)))
-    results: dict[int, Any] = {}
     turns.send(pieces[0])
+    if strips is None:
+        return _by_rows(flow, chain, read, turns, divided, pieces)
+    made = _by_strips(flow, chain, read, turns, pieces)
+    with turns.scope():
+        results = zip(values_of(flow, chain), strips.result_dims, zip(*made, strict=True), strict=True)
+        return {value: lax.concatenate(parts_of, along) for value, along, parts_of in results}
+
+
+def _by_rows(
+    flow: Dataflow,
+    chain: AllGatherDot,
+    read: Read,
+    turns: Turns,
+    divided: Sequence[Part],
+    pieces: Sequence[Any],
+) -> dict[int, Any]:
+    """The results, of which each piece makes the same rows of every block."""
+    dtype = flow.avals[chain.wire].dtype
+    results: dict[int, Any] = {}
     for number, part in enumerate(divided):
-        last = part is divided[-1]
-        if not last:
+        if part is not divided[-1]:
             turns.send(pieces[number + 1])
         known = {chain.wire: lax.convert_element_type(turns.arrived[number], dtype)}
-        if strips is None:
-            results = take_in(flow, chain, known, _OfEveryBlock(places, 0, part), read, results)
-        else:
-            run_on_piece(flow, chain.dots, known, _OfEveryBlock(places, 0, WHOLE), read)
-            results[number] = [known[value] for value in values_of(flow, chain)]
-        if not last and (strips is None or on_gpu):
-            # Else the compiler may put these dots after the next piece's arrival, and nothing beside it. Of
-            # strips a TPU's does not, and those that are held up it cannot make in their place in the result.
+        results = take_in(flow, chain, known, _OfEveryBlock(turns.places, 0, part), read, results)
+        if part is not divided[-1]:
+            # Else the compiler may put these dots after the next piece's arrival, and nothing beside it.
             results = dict(zip(results, turns.hold(*results.values()), strict=True))
-    if strips is None:
-        return rounded(flow, chain, results)
-    with turns.scope():
-        made = zip(
-            values_of(flow, chain), strips.result_dims, zip(*results.values(), strict=True), strict=True
-        )
-        return {value: lax.concatenate(parts_of, along) for value, along, parts_of in made}
+    return rounded(flow, chain, results)
+
+
+def _by_strips(
+    flow: Dataflow, chain: AllGatherDot, read: Read, turns: Turns, pieces: list[Any]
+) -> list[list[Any]]:
+    """The strips of every result, piece by piece.
+
+    What keeps dots beside the gather of the next piece is not the same everywhere. On GPUs its arrival waits
+    for them, as with rows; a TPU's compiler could not make strips in their place in the result then. There
+    the gather after it waits, but where the dots themselves run gathers (v5e), and hide them anyhow: cores of
+    their own (7x) may else run all gathers before the second strip's dots. Laid out by rows the strips are,
+    lest the compiler lays them out by columns and turns the whole result round.
+    """
+    aval = flow.avals[chain.wire]
+    on_gpu, on_tpu = shims.on_gpu(aval), shims.on_tpu(aval)
+    waits = on_tpu and not _gathered_by_dots(aval)
+    made: list[list[Any]] = []
+    for number, piece in enumerate([*pieces[1:], None]):
+        if piece is not None:
+            turns.send(piece, after=made[-1] if waits and made else ())
+        known = {chain.wire: lax.convert_element_type(turns.arrived[number], aval.dtype)}
+        run_on_piece(flow, chain.dots, known, _OfEveryBlock(turns.places, 0, WHOLE), read)
+        made.append([known[value] for value in values_of(flow, chain)])
+        if on_tpu:
+            made[-1] = list(map(shims.row_major, made[-1]))
+        if on_gpu and piece is not None:
+            held = iter(turns.hold(*itertools.chain.from_iterable(made)))
+            made = [[next(held) for _ in strips] for strips in made]
+    return made
+
+
+def _gathered_by_dots(aval: Any) -> bool:
+    """Whether the dots of a program with this value themselves run its all_gathers, as on v5e."""
+    hardware = from_device_kind(shims.device_kind(aval) or "")
+    return hardware is not None and hardware.places_strips
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

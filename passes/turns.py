@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, Final
 
@@ -95,14 +96,19 @@ class Turns:
             self.arrived.append(_swapped(value, self._names))
         return self.arrived[-1]
 
-    def send(self, value: Any) -> None:
-        """Applies the chain's collective to a value."""
+    def send(self, value: Any, *, after: Sequence[Any] = ()) -> None:
+        """Applies the chain's collective to a value.
+
+        Args:
+          value: what is sent.
+          after: what must be there before it, where barriers hold. These themselves are not held up.
+        """
         op = self._flow.ops[self._chain.collective.op]
         with self.scope():
             if not self._barriers:
                 value = self._next(value)
             elif self.arrived:
-                value, self.arrived[-1] = tie_typed(self._flow, value, self.arrived[-1])
+                value, self.arrived[-1], *_ = tie_typed(self._flow, value, self.arrived[-1], *after)
             self.arrived.append(op.bind([value])[0])
 
     def hold(self, *values: Any, sent_since: int = 0) -> tuple[Any, ...]:
