@@ -14,7 +14,7 @@ from typing import Any
 from jax.extend import core as jex_core
 
 from passes import shims
-from passes.blocks import is_blockwise
+from passes.blocks import is_blockwise, is_fusible
 
 GATHERS = frozenset({"all_gather", "all_gather_invariant", "all_gather_reduced"})
 SCATTERS = frozenset({"reduce_scatter", "unreduced_reduce_scatter"})
@@ -232,7 +232,7 @@ class _Reader:
         self.constants: dict[int, Any] = {}
         self.gathered: set[int] = set()
         self.multiplied: set[int] = set()
-        self.collectives: dict[tuple[str, tuple[Operand, ...]], list[Op]] = {}
+        self.alike: dict[tuple[str, tuple[Operand, ...]], list[Op]] = {}
         self.crossings: dict[int, _Crossing] = {}
         self.blockwise: dict[int, bool] = {}
 
@@ -309,10 +309,13 @@ class _Reader:
         return tuple(map(operand, body.outvars))
 
     def _first(self, op: Op) -> Op:
-        """The first of the collectives that are equal to this one: compilers keep no other. Else itself."""
-        if op.name not in COLLECTIVES:
+        """The first that is equal to this one: compilers keep no other. Of most operations itself.
+
+        So it is of collectives, and of cheap operations, such as the cast before each of two gathers.
+        """
+        if op.name not in COLLECTIVES and not is_fusible(op.name):
             return op
-        alike = self.collectives.setdefault((op.name, op.inputs), [])
+        alike = self.alike.setdefault((op.name, op.inputs), [])
         alike.append(op)
         return next(other for other in alike if other.params == op.params)
 

@@ -148,7 +148,8 @@ def test_collectives_are_not_effects_that_order_equations() -> None:
 
 def test_of_equal_collectives_the_first_one_is_read() -> None:
     def body(x: Any, w: Any) -> Any:
-        rows, again = (lax.all_gather(x, "x", axis=0, tiled=True) for _ in range(2))
+        cast = (lax.convert_element_type(x, jnp.bfloat16) for _ in range(2))
+        rows, again = (lax.all_gather(each, "x", axis=0, tiled=True) for each in cast)
         columns = lax.all_gather(x, "x", axis=1, tiled=True)
         return rows @ w, again @ w, columns.T @ w
 
