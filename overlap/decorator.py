@@ -148,17 +148,20 @@ class Overlapped:
     def _call(self) -> Any:
         """The rewritten function, one for each mesh of the context: its devices decide what is rewritten.
 
-        jax traces a function once for all meshes that differ in the order of their devices only.
+        jax traces a function once for all meshes that differ in the order of their devices only. And one for
+        calls within a program that is being traced, which may have a loop around it that the pass cannot see.
         """
-        mesh = shims.context_mesh()
-        if mesh not in self._calls:
+        whole = shims.nothing_is_traced()
+        key = shims.context_mesh(), whole
+        if key not in self._calls:
 
             @functools.wraps(self.original)
             def call(*args: Any, **kwargs: Any) -> Any:
-                return self._run(*args, **kwargs)
+                with shims.hops_vary(whole):
+                    return self._run(*args, **kwargs)
 
-            self._calls[mesh] = jax.jit(call, **self._options.kwargs)
-        return self._calls[mesh]
+            self._calls[key] = jax.jit(call, **self._options.kwargs)
+        return self._calls[key]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)

@@ -258,7 +258,8 @@ def loop(start: int, stop: int, body: Callable[[Any, Carried], Carried], carried
     """``lax.fori_loop`` whose body is given an int32: jax counts between known bounds in int64 under x64."""
 
     def iteration(number: Any, carried: Carried) -> Carried:
-        return body(lax.convert_element_type(number, np.int32), carried)
+        with shims.hops_vary():
+            return body(lax.convert_element_type(number, np.int32), carried)
 
     return lax.fori_loop(start, stop, iteration, carried)
 
