@@ -80,6 +80,23 @@ def test_the_largest_operand_that_fits_is_fetched_before_what_is_read_most_often
     assert placed(work, ROOM, on_chip_bytes=X_BYTES - 1) == ((False, True), W_BYTES)
 
 
+def test_what_blocks_are_cut_out_of_is_fetched_before_what_strips_are_read_of() -> None:
+    """However small it is, where both do not fit."""
+
+    def of_few_rows(across: bool) -> RingWork:
+        work = scatter(across=across)
+        matmuls, piece = (
+            tuple(dataclasses.replace(matmul, m=matmul.m // 4) for matmul in each)
+            for each in (work.matmuls, work.piece)
+        )
+        return dataclasses.replace(work, matmuls=matmuls, piece=piece)
+
+    x_bytes = X_BYTES / 4
+    assert placed(of_few_rows(True), ROOM, on_chip_bytes=W_BYTES) == ((True, False), x_bytes)
+    assert placed(of_few_rows(False), ROOM, on_chip_bytes=W_BYTES)[0][1]
+    assert placed(of_few_rows(True), ROOM, on_chip_bytes=W_BYTES + 2 * x_bytes)[0] == (True, True)
+
+
 def test_what_is_cut_out_beforehand_does_not_take_the_place_of_what_is_shared() -> None:
     assert placed(scatter(cut="early"), ROOM) == ((True, True), W_BYTES)
 
