@@ -157,8 +157,7 @@ class Overlapped:
 
             @functools.wraps(self.original)
             def call(*args: Any, **kwargs: Any) -> Any:
-                with shims.hops_vary(whole):
-                    return self._run(*args, **kwargs)
+                return self._run(whole, args, kwargs)
 
             self._calls[key] = jax.jit(call, **self._options.kwargs)
         return self._calls[key]
@@ -214,14 +213,19 @@ class Overlapped:
             nothing is at stake, and the error is what a report of it should show.
         """
         jaxpr = self.original.trace(*args, **kwargs).jaxpr
-        _, plan = self._rewriter.rewrite(jaxpr, jaxpr.in_avals)
+        with shims.hops_vary(shims.nothing_is_traced()):
+            _, plan = self._rewriter.rewrite(jaxpr, jaxpr.in_avals)
         return Report(passes.sites(plan), name=self._rewriter.name)
 
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        """The body that jit traces: the user's program as rewritten. Static arguments come as they are.
+    def _run(self, whole: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The body that jit traces: the user's program as rewritten.
 
         The rewritten program is traced on its own, and only one of the two programs is then called: whatever
         fails on the way leaves nothing behind in the program that is being traced.
+
+        Args:
+          whole: whether this is a program of its own, and no part of one that is being traced.
+          args, kwargs: the arguments; static ones come as they are.
         """
         if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self.original(*args, **kwargs)
@@ -229,7 +233,8 @@ class Overlapped:
         try:
             # Tracers that the user's function closes over come first among the arguments of its jaxpr.
             arguments = [*shims.closed_over(traced), *self._dynamic_leaves(args, kwargs)]
-            rewritten, plan = self._rewriter.rewrite(traced.jaxpr, arguments)
+            with shims.hops_vary(whole):
+                rewritten, plan = self._rewriter.rewrite(traced.jaxpr, arguments)
             self._rewriter.log(plan)
         except Exception as error:
             self._rewriter.failed(error)

@@ -96,7 +96,8 @@ def excerpt(flow: Dataflow, chain: Chain, network: Network) -> Excerpt[RingSched
     def ring(schedule: RingSchedule) -> Program:
         def run(env: dict[int, Any]) -> dict[int, Any]:
             rings = PlacesOf().rings(chain.collective, schedule.orders)
-            return emit_ring(flow, Ring(chain, schedule), lambda operand: _read(env, operand), rings)
+            with shims.hops_vary():  # the program has no loop
+                return emit_ring(flow, Ring(chain, schedule), lambda operand: _read(env, operand), rings)
 
         return program(run)
 

@@ -339,7 +339,7 @@ def test_a_variant_that_fails_is_named_and_the_other_s_figures_stand(
     if variant == "original":
         broken.function.original = broken
     else:
-        broken.function._calls[None] = broken
+        broken.function._calls[None, True] = broken
     report = ab_profile(broken.function, jnp.ones((4, 4)), rounds=4, warmup=1, traced_rounds=1)
     ((name, failure),) = report.failures
     assert (name, failure.stage, failure.error) == (variant, stage, error)
@@ -375,7 +375,7 @@ def test_a_function_that_always_fails_is_reported_twice(tmp_path: Path) -> None:
 
 def test_results_that_differ_are_told() -> None:
     function = overlap_collectives(jax.jit(lambda x: x))
-    function._calls[None] = jax.jit(lambda x: x + 1)
+    function._calls[None, True] = jax.jit(lambda x: x + 1)
     report = quick(function, jnp.ones(3))
     assert report.agreement.agreed is False
     assert "do NOT agree" in str(report)
