@@ -131,7 +131,7 @@ _CHIPS = (
         least_gain=0.03,
         least_gain_beside=0.05,
         offloaded=("all_gather",),
-        places_strips=True,
+        dots_gather=True,
     ),
     Hardware(
         name="tpu_v5p",

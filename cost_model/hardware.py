@@ -72,9 +72,8 @@ class Hardware:
       dcn_latency_s: the least time a message through that network takes.
       offloaded: the collectives, of `OFFLOADABLE`, that run beside the dots by themselves, as the
         compiler has it.
-      places_strips: whether strips of a gather's result, each from a piece of its own, are made in their
-        place in it, of a dot without batch dims whose operands are not rounded to travel; else they are put
-        together at the end.
+      dots_gather: whether the compiler makes all_gathers a part of the dots beside them, which then run
+        them; else they have units or kernels of their own.
       least_gain: the part of the original time that a ring must be predicted to gain: what predictions for
         this device may be off.
       least_gain_beside: the same beside other rings in one program, which share what is on chip; where it
@@ -118,7 +117,7 @@ class Hardware:
     dcn_bytes_per_s: float = 0.0
     dcn_latency_s: float = 0.0
     offloaded: tuple[str, ...] = ()
-    places_strips: bool = False
+    dots_gather: bool = False
     least_gain: float = LEAST_GAIN
     least_gain_beside: float = 0.0
 

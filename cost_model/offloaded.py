@@ -83,7 +83,7 @@ def hides_rows(hardware: Hardware) -> bool:
     Where the dots themselves run the all_gathers, those that place rows run few of them (v5e: 3 to 33 %
     slower than priced, and slower than rings).
     """
-    return not hardware.places_strips
+    return not hardware.dots_gather
 
 
 def counts(size: int, grain: int, hardware: Hardware, *, few: bool = False) -> Iterator[int]:
@@ -229,8 +229,7 @@ def _copies(work: InTurn, axis: Axis) -> _Copies:
         return _Copies(added_bytes=added_bytes + results_bytes / work.pieces, place_s=place_s)
     before_s = copied_s(work.moved_bytes / axis.size, CUTTING if hardware.network == "torus" else 1.0)
     added_bytes += work.moved_bytes / axis.size
-    plain = all(m.batch == 1 and not m.lhs_dtype and not m.rhs_dtype for m in work.matmuls)
-    if plain and hardware.places_strips:
+    if hardware.network == "torus":
         return _Copies(added_bytes=added_bytes, before_s=before_s)
     return _Copies(
         added_bytes=added_bytes + results_bytes, before_s=before_s, after_s=copied_s(results_bytes)

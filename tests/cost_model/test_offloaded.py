@@ -103,23 +103,31 @@ def test_between_the_limit_and_one_after_the_other(pattern: str, options: dict[s
         assert max(priced.hops_s, priced.partials_s - 1e-12) <= priced.overlapped_s
         assert priced.overlapped_s < priced.partials_s + priced.hops_s
         assert priced.original_s == pytest.approx(price(chain, Form(), AXIS).original_s)
-        # What a gather's strips make is put together at the end; a psum's pieces need less than the whole.
+        # A gather's pieces of rows are held beside the whole; a psum's need less than the whole.
         assert priced.added_bytes < (2 * 16384 * 16384 if pattern == "all_gather_dot" else 0)
 
 
-def test_strips_that_are_made_in_their_place_cost_no_copy_and_no_memory() -> None:
-    """On v5e: the result is neither read and written again, nor held twice."""
+def test_strips_that_a_tpu_makes_in_their_place_need_no_memory() -> None:
+    """Two gathered pieces are held at a time, and what is cut out; on GPUs also the result once more."""
     chain = chain_of("all_gather_dot", 16384, 8192, 16384, cut="k", operand="rhs")
-    (form,) = (form for form in forms(chain, AXIS) if form.route != "ring" and form.chains == 8)
-    copied = price(chain, form, AXIS)
-    places = Axis(dataclasses.replace(TPU7X, places_strips=True), 8)
-    placed = price(chain, form, places)
-    result_bytes = 2 * 16384 * 16384
-    assert copied.added_bytes - placed.added_bytes == pytest.approx(result_bytes)
-    copy_s = 2 * result_bytes / TPU7X.hbm_bytes_per_s
-    assert copied.overlapped_s - placed.overlapped_s == pytest.approx(copy_s)
-    rounded = chain_of("all_gather_dot", 16384, 8192, 16384, cut="k", operand="rhs", dtype="float32")
-    assert price(rounded, form, places) == price(rounded, form, AXIS)
+    form = Form(route="all_gather", chains=8, across=True)
+    moved_bytes, result_bytes = 2 * 8192 * 16384, 2 * 16384 * 16384
+    placed, copied = price(chain, form, AXIS), price(chain, form, Axis(H100, 8))
+    assert placed.added_bytes == pytest.approx((2 / 8 + 1 / 8 - 1) * moved_bytes)
+    assert copied.added_bytes == pytest.approx(placed.added_bytes + result_bytes)
+
+
+def test_strips_that_a_tpu_makes_in_their_place_are_not_copied() -> None:
+    """After the last piece there are its dots, and on GPUs all that is put together."""
+    chain = chain_of("all_gather_dot", 16384, 8192, 16384, cut="k", operand="rhs")
+    form = Form(route="all_gather", chains=8, across=True)
+    for hardware in (TPU7X, H100):
+        axis = Axis(hardware, 8)
+        priced = price(chain, form, axis)
+        dots_s = 8 * matmul_s(Matmul(m=16384, k=8192, n=2048), hardware)
+        copied_s = 2 * 2 * 16384 * 16384 / hardware.hbm_bytes_per_s
+        after_s = priced.overlapped_s - dots_s - axis.all_gather_s(2 * 8192 * 2048)
+        assert (after_s > copied_s) == (hardware is H100)
 
 
 def test_what_the_compiler_may_round_is_priced_at_half_its_size() -> None:
