@@ -96,24 +96,24 @@ def _by_strips(
     for them, as with rows; a TPU's compiler could not make strips in their place in the result then. There
     the gather after it waits, but where the dots themselves run gathers (v5e), and hide them anyhow: cores of
     their own (7x) may else run all gathers before the second strip's dots. Laid out by rows the strips are,
-    lest the compiler lays them out by columns and turns the whole result round. And what the dots read besides
-    waits for the piece too: where of the two the right one alone is behind a barrier, and the left one an
-    argument of the program, the compiler changes their places, and dots took up to 1.4 times as long.
+    lest the compiler lays them out by columns and turns the whole result round.
+
+    On 7x what the dots read besides waits for the piece too. Where of the two the right one alone comes
+    from a barrier, and the left one is an argument of the program, the compiler changes their places, and
+    dots took up to 1.4 times as long.
     """
     aval = flow.avals[chain.wire]
     on_gpu, on_tpu = shims.on_gpu(aval), shims.on_tpu(aval)
     waits = on_tpu and not _gathered_by_dots(aval)
-    beside = tuple(cut_for(flow, chain, chain.dots)) if waits else ()
+    beside = cut_for(flow, chain, chain.dots) if waits else {}
     made: list[list[Any]] = []
     for number, piece in enumerate([*pieces[1:], None]):
         if piece is not None:
             turns.send(piece, after=made[-1] if waits and made else ())
         arrived = turns.arrived[number]
-        held: list[Any] = []
-        if beside:
-            arrived, *held = tie_typed(flow, arrived, *map(read, beside))
-        known = dict(zip(beside, held, strict=True))
-        known[chain.wire] = lax.convert_element_type(arrived, aval.dtype)
+        tied = tie_typed(flow, arrived, *map(read, beside)) if beside else (arrived,)
+        known = dict(zip((chain.wire, *beside), tied, strict=True))
+        known[chain.wire] = lax.convert_element_type(known[chain.wire], aval.dtype)
         run_on_piece(flow, chain.dots, known, _OfEveryBlock(turns.places, 0, WHOLE), read)
         made.append([known[value] for value in values_of(flow, chain)])
         if on_tpu:
