@@ -93,7 +93,7 @@ class _Ring:
             self.bounds = (*(strip.start for strip in strips), Fraction(1))
         self.itinerary = itinerary(schedule, divided, unit, chain.collective.axis_size)
         self.cut_apart = cut_for(flow, chain, chain.summed) if schedule.cut == "apart" else {}
-        self.explicit = starts_explicitly(flow, chain.collective)
+        self.explicit = starts_explicitly(flow, chain)
         self.late = Late(flow, chain, rings[0], read) if schedule.late else None
 
     def scope(self) -> contextlib.AbstractContextManager[None]:

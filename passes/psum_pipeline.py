@@ -100,7 +100,7 @@ class _Pipeline:
         op = flow.ops[self.collective.op]
         self.operand_aval = flow.aval(op.inputs[0])
         self.aval = flow.avals[op.outputs[0]]
-        self.explicit = starts_explicitly(flow, chain.collective)
+        self.explicit = starts_explicitly(flow, chain)
         # As in a scatter ring: an addition that is part of its product needs the sum before it.
         self.sum_first = shims.on_tpu(self.operand_aval) and len(self.divided) > 1
         self.widened = widened_ops(flow, chain.scatter)

@@ -83,7 +83,7 @@ class _Ring:
         self.widened = widened_ops(flow, chain)
         (operand,) = flow.ops[chain.collective.op].inputs
         self.operand_aval = flow.aval(operand)
-        self.explicit = starts_explicitly(flow, chain.collective)
+        self.explicit = starts_explicitly(flow, chain)
         # For the addition to be fused into the product the sum must have arrived before it: then only the
         # products for other pieces can hide its hop.
         self.sum_first = shims.on_tpu(self.operand_aval) and len(self.divided) > 1

@@ -7,13 +7,15 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax import lax
 
 from overlap import overlap_collectives
 from passes import shims
-from tests.passes import spmd
+from tests.passes import bodies, spmd
 from tests.passes.gpu_process import COMPILED, needs_gpu_compiler, told_by
+from tests.passes.hop_count import hops
 
 DEVICES = 4
 explicit_only = pytest.mark.skipif(
@@ -59,6 +61,43 @@ def test_each_start_has_a_channel_of_its_own() -> None:
     assert len({str(each["permutation"]) for each in told}) == DEVICES - 1
 
 
+def gather(x: Any, w: Any) -> Any:
+    return lax.all_gather(x, "x", tiled=True) @ w
+
+
+def gather_cast(x: Any, w: Any) -> Any:
+    return lax.all_gather(x, "x", tiled=True).astype(jnp.int4) @ w.astype(jnp.int4)
+
+
+def scatter(x: Any, w: Any) -> Any:
+    return lax.psum_scatter(x @ w, "x", tiled=True)
+
+
+@explicit_only
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(
+    ("body", "dtype", "explicit"),
+    [
+        (gather, "int4", False),
+        (scatter, "uint4", False),
+        (exchange, "int4", False),
+        (gather_cast, "float32", False),
+        (gather, "int8", True),
+        (scatter, "int8", True),
+        (gather, "float8_e5m2", True),
+    ],
+)
+def test_what_is_narrower_than_a_byte_is_not_started_explicitly(
+    body: Any, dtype: str, explicit: bool
+) -> None:
+    """XLA:GPU puts two into a byte on their way, but not where a hop is started of them."""
+    shards = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((64, 64), (16 if body is exchange else 64, 8))]
+    function, arguments = rewritten(body, *shards)
+    jaxpr = bodies.mapped_body(jax.make_jaxpr(function)(*arguments))
+    started, plain = hops(jaxpr, "ppermute_start"), hops(jaxpr, "ppermute")
+    assert (started > 0, plain > 0) == (explicit, not explicit)
+
+
 EQUAL = """
 def exchange(x, w):
     return lax.all_to_all(x * 2, "x", 1, 0, tiled=True) @ w
@@ -70,11 +109,11 @@ def starts(body, shapes, **options):
     return compiled(body, shapes, (P("x"), P()), **options).count("collective-permute-start(")
 
 shapes = (512, 64), (8, 64)
-print(json.dumps(starts(twice, shapes)))
+print(json.dumps([starts(twice, shapes), starts(exchange, shapes, dtype=jnp.int4)]))
 """
 
 
 @explicit_only
 @needs_gpu_compiler
-def test_the_compiler_takes_rings_of_equal_values() -> None:
-    assert told_by(COMPILED + EQUAL) == 2 * 7
+def test_the_compiler_takes_rings_of_equal_values_and_of_narrow_ones() -> None:
+    assert told_by(COMPILED + EQUAL) == [2 * 7, 7]
