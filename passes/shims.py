@@ -466,18 +466,31 @@ def _ppermute_start() -> Callable[..., Any] | None:
         return aval.update(inner_aval=core.unmapped_aval(size, axis, aval.inner_aval, explicit))
 
     core.aval_mapping_handlers.setdefault(future, (mapped, unmapped))
-    for primitive in (parallel.ppermute_start_p, parallel.ppermute_done_p):
+    for primitive, batched in (
+        (parallel.ppermute_start_p, _start_batched),
+        (parallel.ppermute_done_p, _done_batched),
+    ):
         if primitive not in batching.fancy_primitive_batchers:
-
-            def batched(values: Any, dims: Any, primitive: Any = primitive, **params: Any) -> Any:
-                return primitive.bind(*values, **params), dims[0]
-
-            batching.primitive_batchers[primitive] = batched
+            batching.primitive_batchers[primitive] = partial(batched, primitive)
     mlir.register_lowering(parallel.ppermute_start_p, _told_apart, cacheable=False)
     for platform in ("cuda", "rocm"):
         mlir.register_lowering(parallel.ppermute_start_p, _on_own_channel, platform, cacheable=False)
     mlir.register_lowering(parallel.ppermute_done_p, _awaited, cacheable=False)
     return start  # type: ignore[no-any-return]
+
+
+def _start_batched(primitive: Any, values: Any, dims: Any, **params: Any) -> tuple[Any, int]:
+    """Starts one hop for all, of values of which the new dim is the first.
+
+    jax lays it out as the first one wherever it is, and XLA:GPU refuses a start of what is then not laid out
+    by rows.
+    """
+    (value,), (dim,) = values, dims
+    return primitive.bind(row_major(jnp.moveaxis(value, dim, 0)), **params), 0
+
+
+def _done_batched(primitive: Any, values: Any, dims: Any, **params: Any) -> tuple[Any, int]:
+    return primitive.bind(*values, **params), dims[0]
 
 
 def _told_apart(ctx: Any, value: Any, **params: Any) -> Any:
