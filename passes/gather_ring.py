@@ -164,7 +164,8 @@ class _Ring:
         read = self.read
         if self.explicit:
             others = {operand: self.read(operand) for operand in self.read_elsewhere}
-            *tied, arriving, at_hand = tie(*others.values(), arriving, at_hand)
+            tied = iter(tie(*arriving, *at_hand, *others.values()))
+            arriving, at_hand = [next(tied) for _ in arriving], [next(tied) for _ in at_hand]
             read = reading(dict(zip(others, tied, strict=True)), self.read)
         results = self._take_in(step, at_hand, results, read)
         if self.explicit:
@@ -173,11 +174,12 @@ class _Ring:
         if self.late:
             # XLA:CPU drops barriers, and the first half of what comes last need not wait for the second.
             return arriving, results
-        if self.fetches_in_turn:
-            results, arriving, self.operand = tie(results, arriving, self.operand)
-        else:
-            results, arriving = tie(results, arriving)
-        return arriving, results
+        in_turn = [self.operand] if self.fetches_in_turn else []
+        tied = iter(tie(*arriving, *in_turn, *results.values()))
+        arriving = [next(tied) for _ in arriving]
+        if in_turn:
+            self.operand = next(tied)
+        return arriving, dict(zip(results, tied, strict=True))
 
     def _parts(self, step: Any) -> tuple[Part, ...]:
         """The parts of blocks that are at hand in a step; in rolled ones always the same."""
