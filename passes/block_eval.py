@@ -168,6 +168,11 @@ def run_on_piece(
         pieces.update(zip(op.outputs, results, strict=True))
 
 
+def reading(known: Mapping[int, Any], read: Read) -> Read:
+    """Reads whole values, some of which are known."""
+    return lambda operand: known[operand] if operand in known else read(operand)  # type: ignore[index]
+
+
 def cut_once(flow: Dataflow, blocks: Iterable[BlockOp]) -> dict[int, int]:
     """The values from elsewhere that operations cut into blocks, always along the same dim, and that dim."""
     blocks = tuple(blocks)

@@ -52,7 +52,7 @@ def candidates(
         return (RingSchedule(directions=1), late) if thorough else (late,)
     found = forms(_cuttable(flow, chain, unit), axis)
     if not thorough:
-        explicit, gathers = may_start_explicitly(flow, chain.collective), isinstance(chain, AllGatherDot)
+        explicit, gathers = may_start_explicitly(flow, chain), isinstance(chain, AllGatherDot)
         known = rule(axis.hardware, gathers=gathers, explicit=explicit)
         admitted = known.admitted(found, gathers=gathers, dots=len(chain.dots), explicit=explicit)
         found = admitted or found[:1]
@@ -106,7 +106,7 @@ def _cuttable(flow: Dataflow, chain: Chain, unit: int) -> Cuttable:
             unit=unit,
             tile_rows=tile_rows(flow, chain),
             strip=_strip(flow, chain.scatter, most=unit if chain.gather else None),
-            chunks=may_start_explicitly(flow, chain.collective) and chain.gather is None and placed,
+            chunks=may_start_explicitly(flow, chain) and chain.gather is None and placed,
             in_turn=chain.gather is None,
         )
     gathers = isinstance(chain, AllGatherDot)

@@ -24,6 +24,7 @@ from passes.block_eval import (
     chain_scope,
     in_rows,
     loop,
+    reading,
     run_on_piece,
     tie,
 )
@@ -31,6 +32,7 @@ from passes.chains import AllGatherDot, ShardReduction
 from passes.collective import Collective
 from passes.graph import Dataflow
 from passes.hops import Places, Rings
+from passes.read_elsewhere import read_elsewhere
 from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, itinerary, parts, tile_rows
 from passes.sent import passed_on, sent, slices
 from passes.starts import starts_explicitly
@@ -93,7 +95,11 @@ class _Ring:
             self.bounds = (*(strip.start for strip in strips), Fraction(1))
         self.itinerary = itinerary(schedule, divided, unit, chain.collective.axis_size)
         self.cut_apart = cut_for(flow, chain, chain.summed) if schedule.cut == "apart" else {}
-        self.explicit = starts_explicitly(flow, chain.collective)
+        self.explicit = starts_explicitly(flow, chain)
+        self.read_elsewhere = read_elsewhere(flow, chain)
+        # Else all blocks could start at once, as one with the equal ones of another ring, and not arrive so.
+        on_gpu = shims.on_gpu(flow.avals[flow.ops[chain.collective.op].outputs[0]])
+        self.fetches_in_turn = self.explicit and schedule.route == "exchange" and on_gpu
         self.late = Late(flow, chain, rings[0], read) if schedule.late else None
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
@@ -125,7 +131,7 @@ class _Ring:
             done = 1 + rolled * unroll
         for step in range(done, hops):
             at_hand, results = self._step(step, at_hand, results)
-        results = self._take_in(hops, at_hand, results)
+        results = self._take_in(hops, at_hand, results, self.read)
         if self.late:
             return self.late.results(at_hand)
         if self.chain.handed_out:
@@ -155,18 +161,25 @@ class _Ring:
         """Runs the dots on what is at hand while the next shards arrive."""
         with self.scope():
             arriving = self._send_all(at_hand, step)
+        read = self.read
         if self.explicit:
-            tied = tie(*arriving, *at_hand)
-            arriving, at_hand = list(tied[: len(arriving)]), list(tied[len(arriving) :])
-        results = self._take_in(step, at_hand, results)
+            others = {operand: self.read(operand) for operand in self.read_elsewhere}
+            tied = iter(tie(*arriving, *at_hand, *others.values()))
+            arriving, at_hand = [next(tied) for _ in arriving], [next(tied) for _ in at_hand]
+            read = reading(dict(zip(others, tied, strict=True)), self.read)
+        results = self._take_in(step, at_hand, results, read)
         if self.explicit:
             with self.scope():
                 arriving = [shims.finish_ppermute(future) for future in arriving]
         if self.late:
             # XLA:CPU drops barriers, and the first half of what comes last need not wait for the second.
             return arriving, results
-        tied = tie(*arriving, *results.values())
-        return list(tied[: len(arriving)]), dict(zip(results, tied[len(arriving) :], strict=True))
+        in_turn = [self.operand] if self.fetches_in_turn else []
+        tied = iter(tie(*arriving, *in_turn, *results.values()))
+        arriving = [next(tied) for _ in arriving]
+        if in_turn:
+            self.operand = next(tied)
+        return arriving, dict(zip(results, tied, strict=True))
 
     def _parts(self, step: Any) -> tuple[Part, ...]:
         """The parts of blocks that are at hand in a step; in rolled ones always the same."""
@@ -209,7 +222,7 @@ class _Ring:
             return block
         return (places.start_hop if self.explicit else places.hop)(block, distance)
 
-    def _take_in(self, step: Any, at_hand: list[Any], results: Results) -> Results:
+    def _take_in(self, step: Any, at_hand: list[Any], results: Results, read: Read) -> Results:
         """Runs everything that arrived shards are for, and adds it to the results."""
         pieces = [
             Piece(self.rings[part.ring], step if part.step == 1 else -step, part)
@@ -217,22 +230,22 @@ class _Ring:
         ]
         if self.schedule.joined and self.cut_across is None and len(pieces) > 1:
             joined = Joined(tuple(pieces))
-            known = self._at_hand(lax.concatenate(at_hand, self.dim), joined)
-            return take_in(self.flow, self.chain, known, joined, self.read, dict(results))
+            known = self._at_hand(lax.concatenate(at_hand, self.dim), joined, read)
+            return take_in(self.flow, self.chain, known, joined, read, dict(results))
         results = dict(results)
         for number, (piece, shard) in enumerate(zip(pieces, at_hand, strict=True)):
             if self.late:
                 self.late.take_in(shard, piece)
             elif self.cut_across is None:
-                known = self._at_hand(shard, piece)
-                results = take_in(self.flow, self.chain, known, piece, self.read, results)
+                known = self._at_hand(shard, piece, read)
+                results = take_in(self.flow, self.chain, known, piece, read, results)
             else:
-                self._take_in_strip(number, piece, shard, self.cut_across, results)
+                self._take_in_strip(number, piece, shard, self.cut_across, results, read)
         return results
 
-    def _at_hand(self, shard: Any, piece: Piece | Joined) -> dict[int, Any]:
+    def _at_hand(self, shard: Any, piece: Piece | Joined, read: Read) -> dict[int, Any]:
         """What has arrived, and the blocks for it that are cut apart, by value."""
-        wholes = {operand: self.read(operand) for operand in self.cut_apart}
+        wholes = {operand: read(operand) for operand in self.cut_apart}
         if wholes and isinstance(piece, Piece) and not self.reuses_blocks:
             # Else compilers cut out the blocks of all steps in one operation, and keep them.
             later, shard = tie(np.int32(0), shard)
@@ -241,12 +254,14 @@ class _Ring:
         dtype = self.flow.avals[self.chain.wire].dtype
         return {self.chain.wire: lax.convert_element_type(shard, dtype), **blocks}
 
-    def _take_in_strip(self, number: int, piece: Piece, shard: Any, cut: Across, results: Results) -> None:
+    def _take_in_strip(
+        self, number: int, piece: Piece, shard: Any, cut: Across, results: Results, read: Read
+    ) -> None:
         """Runs the dots on one strip of a shard; sums of different strips have nothing in common."""
         flow, dots = self.flow, self.chain.dots
-        made = self._at_hand(shard, piece)
+        made = self._at_hand(shard, piece, read)
         widened = frozenset(dot.op for dot in self.chain.summed)
-        run_on_piece(flow, dots, made, piece, self.read, widened)
+        run_on_piece(flow, dots, made, piece, read, widened)
         if self.sums:
             strip: Results = dict(results.get(number, {}))
             put_together(flow, self.chain, piece, made, strip)

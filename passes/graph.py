@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from jax.extend import core as jex_core
 
 from passes import shims
@@ -209,6 +210,14 @@ def dataflow(jaxpr: Any, *, differentiable: bool = False) -> Dataflow:
     return _Reader(differentiable).read(jaxpr)
 
 
+def _told(operand: Operand) -> Any:
+    """What an operand is told by: a number among constants by its type and bits."""
+    if isinstance(operand, int) or operand.aval.shape or not isinstance(operand.aval.dtype, np.dtype):
+        return operand
+    aval = operand.aval
+    return aval.dtype, aval.weak_type, np.asarray(operand.val, aval.dtype).tobytes()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Crossing:
     """What a jaxpr does with chains that cross its border.
@@ -232,7 +241,7 @@ class _Reader:
         self.constants: dict[int, Any] = {}
         self.gathered: set[int] = set()
         self.multiplied: set[int] = set()
-        self.alike: dict[tuple[str, tuple[Operand, ...]], list[Op]] = {}
+        self.alike: dict[tuple[str, tuple[Any, ...]], list[Op]] = {}
         self.crossings: dict[int, _Crossing] = {}
         self.blockwise: dict[int, bool] = {}
 
@@ -315,9 +324,11 @@ class _Reader:
         """
         if op.name not in COLLECTIVES and not is_fusible(op.name):
             return op
-        alike = self.alike.setdefault((op.name, op.inputs), [])
-        alike.append(op)
-        return next(other for other in alike if other.params == op.params)
+        alike = self.alike.setdefault((op.name, tuple(map(_told, op.inputs))), [])
+        first = next((other for other in alike if other.params == op.params), op)
+        if first is op:
+            alike.append(op)
+        return first
 
     def _blockwise_only(self, jaxpr: Any) -> bool:
         """Whether all equations of a call act block by block, for some dims: an activation, for one."""

@@ -147,7 +147,7 @@ def gather_sizes(
         gathered_bytes=gathered_bytes,
         accumulator=max(sums, key=lambda dtype: dtype.itemsize).name if sums else "float32",
         hands_out_gathered=bool(chain.handed_out),
-        starts_implied=on_torus and not may_start_explicitly(flow, chain.collective),
+        starts_implied=on_torus and not may_start_explicitly(flow, chain),
         before=before,
     )
 

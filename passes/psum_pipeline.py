@@ -23,12 +23,14 @@ from passes.block_eval import (
     cut_once,
     in_rows,
     loop,
+    reading,
     tie,
     write,
 )
 from passes.chains import DotPsum
 from passes.graph import Dataflow, Operand
 from passes.hops import Rings
+from passes.read_elsewhere import read_elsewhere
 from passes.scatter_ring import partial_sum, widened_ops
 from passes.schedule import Across, Part, RingSchedule, across, divisions, parts, tile_rows
 from passes.starts import starts_explicitly
@@ -100,11 +102,12 @@ class _Pipeline:
         op = flow.ops[self.collective.op]
         self.operand_aval = flow.aval(op.inputs[0])
         self.aval = flow.avals[op.outputs[0]]
-        self.explicit = starts_explicitly(flow, chain.collective)
+        self.explicit = starts_explicitly(flow, chain)
         # As in a scatter ring: an addition that is part of its product needs the sum before it.
         self.sum_first = shims.on_tpu(self.operand_aval) and len(self.divided) > 1
         self.widened = widened_ops(flow, chain.scatter)
         self.cut = cut_once(flow, chain.scatter.body)
+        self.read_elsewhere = tuple(o for o in read_elsewhere(flow, chain.scatter) if o not in self.cut)
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
         """The collective's place in the user's program."""
@@ -147,6 +150,7 @@ class _Pipeline:
         last = self.collective.axis_size - 1
         read = self._reads(number)
         wholes = {operand: read(operand) for operand in self.cut}
+        others = {operand: read(operand) for operand in self.read_elsewhere}
 
         def cut(piece: Piece) -> dict[int, Any]:
             return blocks_of(wholes, self.cut, piece, apart=self.schedule.cut == "apart")
@@ -175,18 +179,19 @@ class _Pipeline:
                 beside = [*hops, result] if index == 0 and hops and self.explicit else []
                 arrived = [] if received is None else [received]
                 if started or beside or arrived:
-                    tied = list(tie(*started, *beside, *arrived, *operands.values()))
+                    tied = list(tie(*started, *beside, *arrived, *others.values(), *operands.values()))
                     for other in in_flight:
                         sent[other] = tied.pop(0)
                     if beside:
                         *hops, result = (tied.pop(0) for _ in beside)
                     received = tied.pop(0) if arrived else None
+                    others = {operand: tied.pop(0) for operand in others}
                     operands = dict(zip(operands, tied, strict=True))
                 if self.schedule.cut != "early":
                     wholes = operands
                 cuts = operands if self.schedule.cut == "early" else cut(piece)
                 in_flight = []
-                total = self._added(sent, index, piece, received, cuts, read)
+                total = self._added(sent, index, piece, received, cuts, reading(others, read))
                 if hops and self.explicit and index == len(self.divided) - 1:
                     *hops, total = tie(*hops, total)
                 with self.scope():

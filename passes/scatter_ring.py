@@ -27,6 +27,7 @@ from passes.block_eval import (
     chain_scope,
     cut_once,
     loop,
+    reading,
     run_on_piece,
     tie,
     tie_typed,
@@ -35,6 +36,7 @@ from passes.block_eval import (
 from passes.chains import DotReduceScatter
 from passes.graph import Dataflow, Operand
 from passes.hops import Places, Rings
+from passes.read_elsewhere import read_elsewhere
 from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, parts, tile_rows
 from passes.starts import starts_explicitly
 
@@ -83,7 +85,7 @@ class _Ring:
         self.widened = widened_ops(flow, chain)
         (operand,) = flow.ops[chain.collective.op].inputs
         self.operand_aval = flow.aval(operand)
-        self.explicit = starts_explicitly(flow, chain.collective)
+        self.explicit = starts_explicitly(flow, chain)
         # For the addition to be fused into the product the sum must have arrived before it: then only the
         # products for other pieces can hide its hop.
         self.sum_first = shims.on_tpu(self.operand_aval) and len(self.divided) > 1
@@ -91,6 +93,8 @@ class _Ring:
         self.read = read
         self.in_flight: list[int] = []
         self.wholes: dict[int, Any] = {}
+        self.read_elsewhere = tuple(o for o in read_elsewhere(flow, chain) if o not in self.cut)
+        self.others: dict[int, Any] = {}
         # Where compilers place the starts, XLA:GPU makes one of dots of several steps that share their
         # weights, and the TPU compiler does not let the pieces take turns: hops have no product beside them.
         on_accelerator = shims.on_gpu(self.operand_aval) or self.sum_first
@@ -138,6 +142,7 @@ class _Ring:
         sent = list(sent)
         self.in_flight, self.last_sum = [], None
         self.wholes = {operand: self.read(operand) for operand in self.cut}
+        self.others = {operand: self.read(operand) for operand in self.read_elsewhere}
         for number, part in enumerate(self.divided):
             if isinstance(sent[number], _Unsent):
                 sent[number] = self._send(sent[number].value, part)
@@ -201,7 +206,9 @@ class _Ring:
         """One partial product, with the sum that has arrived for it."""
         received = self._received(sent[number]) if self.sum_first else None
         received, cuts = self._tie_to_operands(sent, received, piece)
-        read = self.read if self.cut_across is None else self._column(self.cut_across, self.columns[number])
+        read = reading(self.others, self.read)
+        if self.cut_across is not None:
+            read = self._column(self.cut_across, self.columns[number], read)
         partial = partial_sum(self.flow, self.chain, piece, read, self.widened, cuts)
         partial = lax.convert_element_type(partial, accumulator_dtype(partial.dtype))
         if not self.sum_first:
@@ -212,12 +219,12 @@ class _Ring:
             received, partial = tie(received, partial)
         return added(lax.convert_element_type(received, partial.dtype), partial)
 
-    def _column(self, cut: Across, column: Part) -> Read:
+    def _column(self, cut: Across, column: Part, read_whole: Read) -> Read:
         """Reads of the operand that is cut across only one piece's part."""
         op = self.flow.ops[self.chain.dots[0].op]
 
         def read(operand: Operand) -> Any:
-            whole = self.read(operand)
+            whole = read_whole(operand)
             if operand != op.inputs[cut.operand]:
                 return whole
             size = whole.shape[cut.dim]
@@ -239,12 +246,16 @@ class _Ring:
         operands = self._blocks(piece) if self.schedule.cut == "early" else self.wholes
         before = [self.last_sum] if self.ties_to_sums and self.last_sum is not None else []
         if futures or arrived or (before and operands):
-            tied = list(tie_typed(self.flow, *futures, *arrived, *operands.values(), *before))
+            others = self.others if futures else {}
+            tied = list(
+                tie_typed(self.flow, *futures, *arrived, *others.values(), *operands.values(), *before)
+            )
             for number in self.in_flight:
                 sent[number] = tied.pop(0)
             # The TPU compiler ends the process over a future that is tied and then not used.
             self.in_flight = []
             received = tied.pop(0) if arrived else None
+            self.others |= {operand: tied.pop(0) for operand in others}
             operands = dict(zip(operands, tied, strict=False))
         if self.schedule.cut == "early":
             return received, operands

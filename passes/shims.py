@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import itertools
+import json
 import os
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -380,6 +381,16 @@ def finish_ppermute(future: Any) -> Any:
 
 _VARIES: contextvars.ContextVar[bool] = contextvars.ContextVar("varies", default=False)
 
+_NUMBERED: Final = "start "
+
+_FIRST_CHANNEL: Final = 1 << 16
+"""Of those that starts are on: jax's own have smaller numbers."""
+
+_ATTRIBUTES: Final = "mhlo.frontend_attributes"
+
+_CONFIG: Final = "async_collective_config"
+"""The one of those attributes in which jax says what a start sends where, in JSON."""
+
 _STAYS: Final = "overlap_stays"
 """In the name of a hop that may be in a loop unseen: see ``_staying``."""
 
@@ -455,16 +466,31 @@ def _ppermute_start() -> Callable[..., Any] | None:
         return aval.update(inner_aval=core.unmapped_aval(size, axis, aval.inner_aval, explicit))
 
     core.aval_mapping_handlers.setdefault(future, (mapped, unmapped))
-    for primitive in (parallel.ppermute_start_p, parallel.ppermute_done_p):
+    for primitive, batched in (
+        (parallel.ppermute_start_p, _start_batched),
+        (parallel.ppermute_done_p, _done_batched),
+    ):
         if primitive not in batching.fancy_primitive_batchers:
-
-            def batched(values: Any, dims: Any, primitive: Any = primitive, **params: Any) -> Any:
-                return primitive.bind(*values, **params), dims[0]
-
-            batching.primitive_batchers[primitive] = batched
+            batching.primitive_batchers[primitive] = partial(batched, primitive)
     mlir.register_lowering(parallel.ppermute_start_p, _told_apart, cacheable=False)
+    for platform in ("cuda", "rocm"):
+        mlir.register_lowering(parallel.ppermute_start_p, _on_own_channel, platform, cacheable=False)
     mlir.register_lowering(parallel.ppermute_done_p, _awaited, cacheable=False)
     return start  # type: ignore[no-any-return]
+
+
+def _start_batched(primitive: Any, values: Any, dims: Any, **params: Any) -> tuple[Any, int]:
+    """Starts one hop for all, of values of which the new dim is the first.
+
+    jax lays it out as the first one wherever it is, and XLA:GPU refuses a start of what is then not laid out
+    by rows.
+    """
+    (value,), (dim,) = values, dims
+    return primitive.bind(row_major(jnp.moveaxis(value, dim, 0)), **params), 0
+
+
+def _done_batched(primitive: Any, values: Any, dims: Any, **params: Any) -> tuple[Any, int]:
+    return primitive.bind(*values, **params), dims[0]
 
 
 def _told_apart(ctx: Any, value: Any, **params: Any) -> Any:
@@ -482,8 +508,26 @@ def _told_apart(ctx: Any, value: Any, **params: Any) -> Any:
     (future,) = lower(ctx, value, is_async=True, **params)
     # A dict of the module's own: each process numbers its starts alike.
     number = next(ctx.module_context.cached_primitive_lowerings.setdefault(_told_apart, itertools.count()))
-    future.owner.attributes["backend_config"] = mlir.ir.StringAttr.get(f"start {number}")
+    future.owner.attributes["backend_config"] = mlir.ir.StringAttr.get(f"{_NUMBERED}{number}")
     return [_staying(ctx, future)]
+
+
+def _on_own_channel(ctx: Any, value: Any, **params: Any) -> Any:
+    """Lowers a start for GPUs, whose compiler soon reads the pairs and forgets all else that it was told.
+
+    What is left are permutes like any others, and two of one value along the same pairs are the same, unless
+    they are on channels of their own. Nothing else rests on which channel it is.
+    """
+    (future,) = _told_apart(ctx, value, **params)
+    start = future.owner.attributes
+    told = {entry.name: entry.attr for entry in start[_ATTRIBUTES]}
+    config = json.loads(told[_CONFIG].value)
+    if "channel_id" in config:
+        number = int(start["backend_config"].value.removeprefix(_NUMBERED))
+        config["channel_id"] = _FIRST_CHANNEL + number
+        told[_CONFIG] = mlir.ir.StringAttr.get(json.dumps(config))
+        start[_ATTRIBUTES] = mlir.ir.DictAttr.get(told)
+    return [future]
 
 
 def _awaited(ctx: Any, future: Any) -> Any:

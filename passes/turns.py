@@ -75,7 +75,12 @@ class Turns:
         self.places = places
         self.arrived: list[Any] = []
         self._flow, self._chain = flow, chain
-        aval = flow.avals[flow.ops[chain.collective.op].outputs[0]]
+        op = flow.ops[chain.collective.op]
+        self._params = dict(op.params)
+        if isinstance(chain, AllGatherDot) and "all_gather_dimension" in self._params:
+            # What travels may be a transpose of what the collective itself gathers.
+            self._params["all_gather_dimension"] = chain.blocked[chain.wire]
+        aval = flow.avals[op.outputs[0]]
         self._barriers = shims.device_kind(aval) != "cpu" or aval.dtype.itemsize != ELEMENT_BYTES
 
     def scope(self) -> contextlib.AbstractContextManager[None]:
@@ -109,7 +114,7 @@ class Turns:
                 value = self._next(value)
             elif self.arrived:
                 value, self.arrived[-1], *_ = tie_typed(self._flow, value, self.arrived[-1], *after)
-            self.arrived.append(op.bind([value])[0])
+            self.arrived.append(op.bind([value], self._params)[0])
 
     def hold(self, *values: Any, sent_since: int = 0) -> tuple[Any, ...]:
         """The values, for which the one that arrived last is made to wait, where barriers hold.

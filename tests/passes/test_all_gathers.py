@@ -69,6 +69,26 @@ def test_gradients_and_vmap(name: str, schedule: RingSchedule, check_vma: bool) 
     assert_gradients_and_vmap(name, 2, BLOCK, schedule, check_vma=check_vma)
 
 
+@pytest.mark.parametrize(
+    ("dim", "shape", "schedule"),
+    [(1, (8, 6), in_turn(2)), (0, (8, 6), in_turn(2)), (0, (8, 512), in_turn(2, across=True))],
+)
+def test_what_travels_may_be_a_transpose(dim: int, shape: tuple[int, int], schedule: RingSchedule) -> None:
+    """Its gathered dim is another one than the collective's."""
+
+    def body(x: Any, w: Any) -> Any:
+        return jax.lax.all_gather(x, "x", axis=dim, tiled=True).T @ w
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(4, *shape)).astype(np.float32)
+    whole = np.concatenate(list(x), dim, dtype=np.float64).T
+    w = rng.normal(size=(4, whole.shape[1], 256)).astype(np.float32)
+    with spmd.only_schedule(schedule):
+        outcome = spmd.run_both(body, (x, w))
+    assert [site.schedule for site in outcome.report.sites] == [str(schedule)]
+    spmd.assert_as_good(outcome, [whole @ each for each in w])
+
+
 def test_what_is_handed_out_is_whole() -> None:
     """A gathered value that is needed beside the dots is put together of the pieces."""
 

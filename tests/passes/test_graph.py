@@ -157,3 +157,15 @@ def test_of_equal_collectives_the_first_one_is_read() -> None:
     gathers = [op for op in flow.ops if op.name == "all_gather"]
     assert [len(flow.users[op.outputs[0]]) for op in gathers] == [2, 0, 1]
     assert [op in flow.live.values() for op in gathers] == [True, False, True]
+
+
+def test_of_equal_operations_with_a_number_the_first_one_is_read() -> None:
+    """A number is told by its type and its bits: -0 is none of 0."""
+
+    def body(x: Any, w: Any) -> Any:
+        factors = [jnp.float32(2), np.float32(2), jnp.float32(0), jnp.float32(-0.0)]
+        return [lax.all_gather(x * factor, "x", axis=0, tiled=True) @ w for factor in factors]
+
+    flow = dataflow(bodies.shard_body(body, W, W))
+    gathers = [op for op in flow.ops if op.name == "all_gather"]
+    assert [len(flow.users[op.outputs[0]]) for op in gathers] == [2, 0, 1, 1]
