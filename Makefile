@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-others lint pytest format bench bench-matmul bench-tpu bench-gpu bench-rolled bench-decisions bench-nets bench-programs clean
+.PHONY: help demo test test-all test-others lint pytest format test-gpu bench bench-matmul bench-tpu bench-gpu bench-rolled bench-decisions bench-nets bench-programs clean
 MAKEFLAGS += --no-print-directory
 SHELL := /bin/sh
 export PYTHON
@@ -37,6 +37,9 @@ test-others:
 	@others=$$($(PAIRS) others) && failed= && for pair in $$others; do \
 		$(MAKE) lint pytest PAIR=$$pair || failed="$$failed $$pair"; \
 	done && if [ -n "$$failed" ]; then echo "failed:$$failed" >&2; exit 1; fi
+
+test-gpu: ## the tests that compile for GPUs, in an environment of its own; needs no GPU
+	@python=$$($(PAIRS) gpu) && echo "== tests with the GPU compiler" && "$$python" -m pytest $(PYTEST_ARGS) tests/passes/test_gpu_starts.py
 
 lint: ## ruff (format and check) and mypy (strict)
 	@$(ready) && echo "== lint, $(PAIR)" && "$$python" -m ruff format --check . \
