@@ -51,6 +51,17 @@ CUTTING: Final = 1.3
 """Times as long as reading and writing them once takes what the TPU compiler makes of cutting strips out of
 what travels. Placing pieces of rows takes just reading and writing them (7x)."""
 
+IN_PLACE: Final = 1.05
+"""Times as long as by themselves dots take that make strips in their place in the result, on 7x.
+
+Of 24 widths by its compiler from 0.98 to 1.18, in the median 1.035 (v5e: 0.89 to 0.96, taken as 1); a little
+more is taken, for a loss is worse than a gain that is missed. What a dot's windows can be is limited by where
+its strip lies: the worst are strips of 29 and 31 times 128 columns.
+"""
+
+BATCH_IN_PLACE: Final = 1.15
+"""The same of dots with a batch dim: of 20 chains from 0.9 to 1.5, in the median 1.15 (v5e: 1)."""
+
 
 def is_offloaded(collective: Offloaded, axis: Axis) -> bool:
     """Whether this collective of these devices runs beside dots: not between slices, or where none does."""
@@ -128,10 +139,10 @@ class InTurn:
 def offloaded_estimate(work: InTurn, as_written: Estimate, axis: Axis) -> Estimate:
     """Prices pieces that go one after the other.
 
-    Strips of what is gathered are cut out before, and the results of their dots put together after, where the
-    compiler does not make them in their place; pieces of rows are placed one by one. Of a sum each strip is
-    cut out, and each piece placed, by a copy of its own; where matmuls are a library's, what a piece has of
-    an operand is copied for it, and all pieces are put together at the end.
+    Strips of what is gathered are cut out before. A TPU's dots make strips in their place in the result; on
+    GPUs those are put together after. Pieces of rows are placed one by one. Of a sum each strip is cut out,
+    and each piece placed, by a copy of its own; where matmuls are a library's, what a piece has of an operand
+    is copied for it, and all pieces are put together at the end.
 
     Args:
       work: the pieces.
@@ -148,7 +159,8 @@ def offloaded_estimate(work: InTurn, as_written: Estimate, axis: Axis) -> Estima
     hop_s = whole_s(work.moved_bytes / pieces)
     copies = _copies(work, axis)
     sent = _sent_side(work.piece[0], work.matmuls[0]) if gathers else None
-    first_s = wholes_s(work.piece, hardware, hop_s if gathers else 0.0, sent)
+    longer = _in_place(work, hardware)
+    first_s = longer * wholes_s(work.piece, hardware, hop_s if gathers else 0.0, sent)
     priced = in_turn_estimate(
         "gather" if gathers else "psum",
         dot_s=as_written.dot_s,
@@ -156,7 +168,7 @@ def offloaded_estimate(work: InTurn, as_written: Estimate, axis: Axis) -> Estima
         own_s=0.0,
         pieces_s=[
             copies.cut_s + first_s,
-            *[copies.cut_s + wholes_s(work.piece, hardware, hop_s, sent)] * (pieces - 1),
+            *[copies.cut_s + longer * wholes_s(work.piece, hardware, hop_s, sent)] * (pieces - 1),
         ],
         hops_s=[hop_s] * pieces,
         latency_s=pieces * whole_s(0.0),
@@ -169,6 +181,13 @@ def offloaded_estimate(work: InTurn, as_written: Estimate, axis: Axis) -> Estima
     if gathers and not work.across and len(work.matmuls) > MOST_DOTS and not hardware.lone_matmuls:
         return dataclasses.replace(priced, overlapped_s=LATE * priced.overlapped_s)
     return priced
+
+
+def _in_place(work: InTurn, hardware: Hardware) -> float:
+    """How many times as long as by themselves the dots of a piece take."""
+    if not (work.gathers and work.across and hardware.network == "torus") or hardware.dots_gather:
+        return 1.0
+    return BATCH_IN_PLACE if any(matmul.batch > 1 for matmul in work.matmuls) else IN_PLACE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
