@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compiles, prints, writes; the exit status is 1 where a demand is not met, 2 without the plugin."""
     options = command.grid_parser(__doc__).parse_args(argv)
     cases = command.chosen(grid.gpu_cases(), options.rows)
-    if (status := command.nothing_to_measure(NAME, cases, options, _missing)) is not None:
+    if (status := command.nothing_to_measure(NAME, cases, options, missing)) is not None:
         return status
     if options.worker:
         run.work(cases, _mesh, options.versions)
@@ -68,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if broken else 0
 
 
-def _missing() -> str | None:
+def missing() -> str | None:
+    """Why nothing can be compiled for GPUs here; None where it can."""
     if importlib.util.find_spec(PLUGIN) is not None:
         return None
     return "jax's CUDA plugin is not installed; `make bench-gpu` makes an environment that has it"

@@ -159,17 +159,17 @@ def offloaded_estimate(work: InTurn, as_written: Estimate, axis: Axis) -> Estima
     hop_s = whole_s(work.moved_bytes / pieces)
     copies = _copies(work, axis)
     sent = _sent_side(work.piece[0], work.matmuls[0]) if gathers else None
-    longer = _in_place(work, hardware)
-    first_s = longer * wholes_s(work.piece, hardware, hop_s if gathers else 0.0, sent)
+
+    def piece_s(before_s: float) -> float:
+        """Seconds of a piece's dots, before which something else runs for so long."""
+        return copies.cut_s + _in_place(work, hardware) * wholes_s(work.piece, hardware, before_s, sent)
+
     priced = in_turn_estimate(
         "gather" if gathers else "psum",
         dot_s=as_written.dot_s,
         collective_s=as_written.collective_s,
         own_s=0.0,
-        pieces_s=[
-            copies.cut_s + first_s,
-            *[copies.cut_s + longer * wholes_s(work.piece, hardware, hop_s, sent)] * (pieces - 1),
-        ],
+        pieces_s=[piece_s(hop_s if gathers else 0.0), *[piece_s(hop_s)] * (pieces - 1)],
         hops_s=[hop_s] * pieces,
         latency_s=pieces * whole_s(0.0),
         hardware=hardware,

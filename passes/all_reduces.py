@@ -26,6 +26,7 @@ from passes.block_eval import (
     accumulator_dtype,
     blank,
     cut_once,
+    reading,
     run_on_piece,
     tie_typed,
     write_in_a_row,
@@ -225,12 +226,7 @@ def _pieces_of_sum(
         along = strips.dim
         for part in parts(schedule, read(sliced).shape[along], LANES):
             (whole,) = turns.hold(read(sliced), sent_since=1) if waits else (read(sliced),)
-            strip = cut(whole, along, part)
-
-            def columns(operand: Operand, strip: Any = strip) -> Any:
-                return strip if operand == sliced else read(operand)
-
-            yield _Stretch(turns.places, 0, WHOLE), columns
+            yield _Stretch(turns.places, 0, WHOLE), reading({sliced: cut(whole, along, part)}, read)
         return
     rows = divisions(flow, chain) * chain.collective.axis_size
     if shims.on_tpu(flow.avals[flow.ops[chain.collective.op].outputs[0]]):

@@ -168,9 +168,9 @@ def run_on_piece(
         pieces.update(zip(op.outputs, results, strict=True))
 
 
-def reading(known: Mapping[int, Any], read: Read) -> Read:
-    """Reads whole values, some of which are known."""
-    return lambda operand: known[operand] if operand in known else read(operand)  # type: ignore[index]
+def reading(known: Mapping[Any, Any], read: Read) -> Read:
+    """Reads operands, in whose place some are given."""
+    return lambda operand: known[operand] if operand in known else read(operand)
 
 
 def cut_once(flow: Dataflow, blocks: Iterable[BlockOp]) -> dict[int, int]:

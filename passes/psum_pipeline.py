@@ -28,7 +28,7 @@ from passes.block_eval import (
     write,
 )
 from passes.chains import DotPsum
-from passes.graph import Dataflow, Operand
+from passes.graph import Dataflow
 from passes.hops import Rings
 from passes.read_elsewhere import read_elsewhere
 from passes.scatter_ring import partial_sum, widened_ops
@@ -249,11 +249,7 @@ class _Pipeline:
         column = lax.dynamic_slice_in_dim(
             whole, self._start_of(number, width), width, cut.dim, allow_negative_indices=False
         )
-
-        def read(operand: Operand) -> Any:
-            return column if operand == sliced else self.read(operand)
-
-        return read
+        return reading({sliced: column}, self.read)
 
     @staticmethod
     def _start_of(number: Any, size: int) -> Any:

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, Final
 
 import pytest
 
+from bench import gpu_schedules
 from bench.schedules.measure import H100_ENVIRONMENT
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.passes import script
 
 needs_gpu_compiler = pytest.mark.skipif(
-    importlib.util.find_spec("jax_cuda12_plugin") is None,
-    reason="jax's CUDA plugin is missing (python .ci/pairs.py gpu makes an environment with it)",
+    gpu_schedules.missing() is not None, reason=str(gpu_schedules.missing())
 )
 
 COMPILED: Final = """
@@ -44,15 +37,6 @@ def compiled(body, shapes, ins, dtype=jnp.bfloat16):
 """The beginning of a script for `told_by`."""
 
 
-def told_by(script: str) -> Any:
-    """What a script prints as its last line, which is JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, **H100_ENVIRONMENT, "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def told_by(text: str) -> Any:
+    """What a script that compiles for GPUs prints as its last line, which is JSON."""
+    return script.told_by(text, environment=H100_ENVIRONMENT)

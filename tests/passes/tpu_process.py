@@ -2,31 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 from overlap import tpu_target
 from overlap.hlo import Module
+from tests.passes import script
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-def told_by(script: str, *arguments: str) -> Any:
-    """What a script prints as its last line, which is JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        env={**os.environ, **tpu_target.ENVIRONMENT, "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+def told_by(text: str, *arguments: str) -> Any:
+    """What a script that compiles for TPUs prints as its last line, which is JSON."""
+    return script.told_by(text, *arguments, environment=tpu_target.ENVIRONMENT)
 
 
 def multiplies(module: Module, name: str) -> bool:
