@@ -156,3 +156,27 @@ def test_a_loop_around_the_rewritten_function_keeps_both_halves_of_its_hops() ->
     Without a loop around it neither half is kept in its place, which would cost time.
     """
     assert told_by(MESHES + LOOP_AROUND) == [[1, 2, 0], [1, 2, 2], [1, 2, 2]]
+
+
+NARROW = """
+def layer(x, w):
+    return x * (x @ lax.all_gather(w, "x", tiled=True)).sum().astype(x.dtype)
+
+step = overlap_collectives(
+    jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=(P("x"), P("x")), out_specs=P("x"))),
+    policy="always",
+    strict=True,
+)
+arguments = [
+    jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P("x")))
+    for shape in ((64, 512), (512, 8))
+]
+looped = jax.jit(lambda x, w: lax.fori_loop(0, 3, lambda _, x: step(x, w), x))
+print(json.dumps(looped.lower(*arguments).compile().as_text().count("collective-permute-start(")))
+"""
+
+
+@needs_libtpu
+def test_a_loop_around_the_rewritten_function_keeps_the_layout_of_what_it_sends() -> None:
+    """XLA once moved it out of the loop, laid narrow weights out otherwise within, and refused the start."""
+    assert told_by(MESHES + NARROW) == 1
