@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -171,6 +171,14 @@ def run_on_piece(
 def reading(known: Mapping[Any, Any], read: Read) -> Read:
     """Reads operands, in whose place some are given."""
     return lambda operand: known[operand] if operand in known else read(operand)
+
+
+def read_after(awaited: Sequence[Any], operands: Collection[int], read: Read) -> Read:
+    """Reads operands, of which these are not there before what is awaited."""
+    if not awaited:
+        return read
+    waiting = tie(*awaited, *map(read, operands))[len(awaited) :]
+    return reading(dict(zip(operands, waiting, strict=True)), read)
 
 
 def cut_once(flow: Dataflow, blocks: Iterable[BlockOp]) -> dict[int, int]:

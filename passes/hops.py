@@ -15,6 +15,7 @@ from jax import lax
 from cost_model import Walk
 from passes import shims
 from passes.collective import Collective
+from passes.in_flight import InFlight
 
 Order = tuple[int, ...] | Walk
 """How a ring goes round: the places in the order in which it visits them, or a walk."""
@@ -37,10 +38,12 @@ class Places:
 
     Attributes:
       made: by a collective's operation, what its ring has made last to be sent.
+      in_flight: the rings of sums of the body.
     """
 
-    def __init__(self, collective: Collective, order: Order = ()) -> None:
+    def __init__(self, collective: Collective, order: Order = (), in_flight: InFlight | None = None) -> None:
         self.made: dict[int, Any] = {}
+        self.in_flight = in_flight or InFlight()
         self._collective = collective
         self._walk = order if isinstance(order, Walk) else None
         self._order = order.order if isinstance(order, Walk) else order
@@ -180,15 +183,16 @@ Rings = tuple[Places, ...]
 
 
 class PlacesOf:
-    """The places for each collective of one traced body."""
+    """The places for each collective of one traced body, which may have other rings of sums already."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_flight: InFlight | None = None) -> None:
         self._places: dict[Any, Places] = {}
+        self._in_flight = in_flight or InFlight()
 
     def __call__(self, collective: Collective, order: Order = ()) -> Places:
         key = (collective.axes, collective.groups, collective.axis_size, order)
         if key not in self._places:
-            self._places[key] = Places(collective, order)
+            self._places[key] = Places(collective, order, self._in_flight)
         return self._places[key]
 
     def rings(self, collective: Collective, orders: tuple[Order, ...]) -> Rings:

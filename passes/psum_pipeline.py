@@ -23,6 +23,7 @@ from passes.block_eval import (
     cut_once,
     in_rows,
     loop,
+    read_after,
     reading,
     tie,
     write,
@@ -102,7 +103,10 @@ class _Pipeline:
         op = flow.ops[self.collective.op]
         self.operand_aval = flow.aval(op.inputs[0])
         self.aval = flow.avals[op.outputs[0]]
-        self.explicit = starts_explicitly(flow, chain)
+        # Beside the hops of sums there are as many of the gather.
+        in_flight, self.held = rings[0].in_flight, len(self.divided)
+        may_start = in_flight.may_start(self.operand_aval, self.held)
+        self.explicit = may_start and starts_explicitly(flow, chain)
         # As in a scatter ring: an addition that is part of its product needs the sum before it.
         self.sum_first = shims.on_tpu(self.operand_aval) and len(self.divided) > 1
         self.widened = widened_ops(flow, chain.scatter)
@@ -117,6 +121,10 @@ class _Pipeline:
         """Runs the first chunk's scatter, then all others' beside a gather, then the last chunk's gather."""
         for places in self.rings:
             places.settle()
+        in_flight = self.rings[0].in_flight
+        if self.explicit:
+            before = in_flight.before(self.operand_aval, self.held)
+            self.read = read_after(before, self.cut, self.read)
         shards, _ = self._chunk(0, None, None)
         with self.scope():
             result = blank_of(self.aval.shape, self.aval, differentiable=self.flow.differentiable)
@@ -132,6 +140,8 @@ class _Pipeline:
                 hops, result, _ = self._passed_on(shards, result, [], step, self.chunks - 1)
                 shards = self._finished(hops)
             result = self._placed(result, shards, last, self.chunks - 1)
+            if self.explicit:
+                in_flight.ended(self.held, [result])
             if self.flow.ops[self.collective.op].name == "psum_invariant":
                 result = shims.as_invarying(result, self.collective.axes)
         return result

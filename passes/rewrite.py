@@ -18,6 +18,7 @@ from passes.emit import Ring, emit_ring
 from passes.gather_ring import emit_shard_reduction, own_block
 from passes.graph import Dataflow, Literal, Op, Operand
 from passes.hops import PlacesOf
+from passes.in_flight import InFlight, own_computation, rings_are_alone
 from passes.made_again import MadeAgain
 from passes.plan import BODIES, Plan
 
@@ -36,20 +37,31 @@ def rewritten(plan: Plan) -> Callable[..., list[Any]]:
     ``derivative.with_derivative_of``.
     """
     rewriter = _Rewriter()
-    return lambda *arguments: rewriter.run(plan, arguments)
+    return lambda *arguments: rewriter.run(
+        plan, arguments, alone=shims.all_is_seen() and rings_are_alone(plan)
+    )
 
 
 class _Rewriter:
     """Evaluates plans; remembers the new body of each jaxpr, so that a body called twice stays shared."""
 
     def __init__(self) -> None:
-        self.traced: dict[Plan, Any] = {}
+        self.traced: dict[tuple[Plan, bool], Any] = {}
 
-    def run(self, plan: Plan, arguments: Sequence[Any], later: frozenset[int] = frozenset()) -> list[Any]:
-        """Evaluates a plan; ``later`` are the positions of results that may be made again."""
+    def run(
+        self, plan: Plan, arguments: Sequence[Any], later: frozenset[int] = frozenset(), *, alone: bool
+    ) -> list[Any]:
+        """Evaluates a plan.
+
+        Args:
+          plan: what is to be done.
+          arguments: the jaxpr's.
+          later: positions of results that may be made again.
+          alone: see `InFlight`.
+        """
         flow = plan.flow
         env: dict[int, Any] = {**flow.constants, **dict(zip(flow.inputs, arguments, strict=True))}
-        places = PlacesOf()
+        places = PlacesOf(InFlight(alone=alone))
         remaining = [len(users) for users in flow.users]
         twice = plan.made_again(later)
         for value in twice.read:
@@ -70,7 +82,7 @@ class _Rewriter:
             if unit in plan.held:
                 values[0] = self._held_back(plan, unit, values[0], places)
             with shims.equation_scope(op.eqn, op.scope):
-                results = self._bind(plan, unit, op, values)
+                results = self._bind(plan, unit, op, values, alone)
             env.update(zip(op.outputs, results, strict=True))
             for operand in op.inputs:
                 if isinstance(operand, int):
@@ -88,19 +100,24 @@ class _Rewriter:
         with shims.equation_scope(op.eqn, op.scope):
             return behind(value, here.nothing_of(here.made[collective.op]))
 
-    def _bind(self, plan: Plan, index: int, op: Op, values: list[Any]) -> Sequence[Any]:
+    def _bind(self, plan: Plan, index: int, op: Op, values: list[Any], alone: bool) -> Sequence[Any]:
         bodies = plan.bodies.get(index, {})
         params = op.params
         if any(body.changes for body in plan.bodies_of(index)):
             if op.name == "shard_map":
-                return self._shard_map(op, bodies["jaxpr"][0], values, plan.read_later(index))
-            params = {**params, **{name: self._body(op, name, plans) for name, plans in bodies.items()}}
+                return self._shard_map(op, bodies["jaxpr"][0], values, plan.read_later(index), alone)
+            params = {
+                **params,
+                **{name: self._body(op, name, plans, alone) for name, plans in bodies.items()},
+            }
         return op.bind(values, params)
 
-    def _shard_map(self, op: Op, body: Plan, values: list[Any], later: frozenset[int]) -> Sequence[Any]:
+    def _shard_map(
+        self, op: Op, body: Plan, values: list[Any], later: frozenset[int], alone: bool
+    ) -> Sequence[Any]:
         params = op.params
         mapped: Any = jax.shard_map(
-            lambda *shards: tuple(self.run(body, shards, later)),
+            lambda *shards: tuple(self.run(body, shards, later, alone=alone)),
             mesh=params["mesh"],
             in_specs=tuple(params["in_specs"]),
             out_specs=tuple(params["out_specs"]),
@@ -109,24 +126,27 @@ class _Rewriter:
         )
         return mapped(*values)  # type: ignore[no-any-return]
 
-    def _body(self, op: Op, name: str, plans: tuple[Plan, ...]) -> Any:
+    def _body(self, op: Op, name: str, plans: tuple[Plan, ...], alone: bool) -> Any:
         assert name in BODIES[op.name]
         original = op.params[name]
         if isinstance(original, tuple | list):
-            return type(original)(self._retrace(o, p) for o, p in zip(original, plans, strict=True))
-        return self._retrace(original, plans[0])
+            return type(original)(
+                self._retrace(o, p, op, alone) for o, p in zip(original, plans, strict=True)
+            )
+        return self._retrace(original, plans[0], op, alone)
 
-    def _retrace(self, original: Any, plan: Plan) -> Any:
+    def _retrace(self, original: Any, plan: Plan, op: Op, alone: bool) -> Any:
         if not plan.changes:
             return original
-        if plan not in self.traced:
+        alone = rings_are_alone(plan) if own_computation(op) else alone
+        if (plan, alone) not in self.traced:
             types = [plan.flow.avals[value] for value in plan.flow.inputs]
-            closed = jax.make_jaxpr(lambda *arguments: self.run(plan, arguments))(*types)
+            closed = jax.make_jaxpr(lambda *arguments: self.run(plan, arguments, alone=alone))(*types)
             wanted = [plan.flow.aval(operand) for operand in plan.flow.outputs]
             if list(closed.out_avals) != wanted:
                 raise RewriteError(f"in {plan.path}: results are {closed.out_avals}, not {wanted}")
-            self.traced[plan] = shims.like(original, closed)
-        return self.traced[plan]
+            self.traced[plan, alone] = shims.like(original, closed)
+        return self.traced[plan, alone]
 
 
 class _Again:

@@ -27,6 +27,7 @@ from passes.block_eval import (
     chain_scope,
     cut_once,
     loop,
+    read_after,
     reading,
     run_on_piece,
     tie,
@@ -85,7 +86,9 @@ class _Ring:
         self.widened = widened_ops(flow, chain)
         (operand,) = flow.ops[chain.collective.op].inputs
         self.operand_aval = flow.aval(operand)
-        self.explicit = starts_explicitly(flow, chain)
+        in_flight, self.held = rings[0].in_flight, max(0, len(self.divided) - 2)
+        may_start = in_flight.may_start(self.operand_aval, self.held)
+        self.explicit = may_start and starts_explicitly(flow, chain)
         # For the addition to be fused into the product the sum must have arrived before it: then only the
         # products for other pieces can hide its hop.
         self.sum_first = shims.on_tpu(self.operand_aval) and len(self.divided) > 1
@@ -109,6 +112,9 @@ class _Ring:
         """Runs the ring on the whole values."""
         size, unroll = self.axis_size, self.schedule.unroll
         hops = size - 1
+        if self.explicit:
+            before = self.rings[0].in_flight.before(self.operand_aval, self.held)
+            self.read = read_after(before, self.cut, self.read)
         sent: list[Any] = [None] * len(self.divided)
         done = 0
         if unroll and hops - 1 >= 2 * unroll:
@@ -125,9 +131,11 @@ class _Ring:
             carried = loop(0, rolled, iteration, carried)
             sent = self._resumed(carried)
             done = 1 + rolled * unroll
-        sums = self._steps(list(range(done, size)), sent)
+        sums = [total.value for total in self._steps(list(range(done, size)), sent)]
+        if self.explicit:
+            self.rings[0].in_flight.ended(self.held, sums)
         with self.scope():
-            return self._result([total.value for total in sums])
+            return self._result(sums)
 
     def _steps(self, steps: list[Any], sent: list[Any]) -> list[Any]:
         """Runs some steps, pieces in turn; the last sums of the last direction(s) are not sent on.

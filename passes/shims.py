@@ -408,6 +408,11 @@ def hops_vary(vary: bool = True) -> Iterator[None]:
         _VARIES.reset(token)
 
 
+def all_is_seen() -> bool:
+    """Whether what is traced is all that there is around the hops: see `hops_vary`."""
+    return _VARIES.get()
+
+
 def _named_by_loop() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if _VARIES.get() else jax.named_scope(_STAYS)
 
