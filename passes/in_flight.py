@@ -59,7 +59,7 @@ def rings_are_alone(plan: Plan) -> bool:
 
 
 def own_computation(op: Op) -> bool:
-    """Whether compilers order an operation's bodies each by itself, and make them no part of what is around."""
+    """Whether compilers order an operation's bodies each by itself, and make them no part of others."""
     if op.name == "scan":
         return bool(op.params["length"] > 1 and op.params["unroll"] == 1)
     return op.name in ("while", "cond")
