@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from passes import shims
 
 Function = Callable[..., list[Any]]
 
+T = TypeVar("T")
+
 
 def with_derivative_of(
     jaxpr: Any, run: Function, rewrite: Callable[[Any], Function], failed: Callable[[Exception], None]
@@ -34,7 +36,8 @@ def with_derivative_of(
       jaxpr: the original program, closed.
       run: the rewritten program, of the same arguments and results.
       rewrite: rewrites another closed jaxpr into a function that jax may differentiate.
-      failed: told if the derivative cannot be made so; it may raise, else that of the original is taken.
+      failed: told if the derivative cannot be made so, but that of the original can, which is taken unless
+        this raises.
     """
     # What the program does not use is kept out, so that jit can still leave it out.
     used = _used(jaxpr)
@@ -79,11 +82,10 @@ def with_derivative_of(
             def backward(*both: Any) -> list[Any]:
                 return list(jax.tree.unflatten(tree, both[: len(residuals)])(list(both[len(residuals) :])))
 
-            try:
+            def rewritten() -> list[Any]:
                 return rewrite(jax.make_jaxpr(backward)(*residuals, *cotangents))(*residuals, *cotangents)
-            except Exception as error:
-                failed(error)
-            return backward(*residuals, *cotangents)
+
+            return _or_else(rewritten, lambda: backward(*residuals, *cotangents), failed)
 
         moved = _where(active, tangents)
         types = list(map(jax.typeof, results))
@@ -92,15 +94,29 @@ def with_derivative_of(
         return _shuffled(smooth, results, others), _shuffled(smooth, pushed, zeros)
 
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        try:
-            return derivative(primals, tangents)
-        except Exception as error:
-            failed(error)
-        return _plain_derivative(original, in_avals, primals, tangents)
+        return _or_else(
+            lambda: derivative(primals, tangents),
+            lambda: _plain_derivative(original, in_avals, primals, tangents),
+            failed,
+        )
 
     guarded = jax.custom_jvp(_of_used(run, used))
     guarded.defjvp(rule, symbolic_zeros=True)
     return lambda *arguments: guarded(*_where(used, arguments))
+
+
+def _or_else(attempt: Callable[[], T], instead: Callable[[], T], failed: Callable[[Exception], None]) -> T:
+    """What an attempt gives; if it fails what is done instead, whose own errors come first.
+
+    What fails in both is the user's to mend: an error of their derivative, or a function without one.
+    """
+    try:
+        return attempt()
+    except Exception as error:
+        fault = error
+    result = instead()
+    failed(fault)
+    return result
 
 
 def _used(jaxpr: Any) -> list[bool]:
@@ -187,11 +203,11 @@ def _apply(*values: Any, push: Map, counts: tuple[int, int], **_: Any) -> list[A
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
-    full = [ad.instantiate_zeros(tangent) for tangent in tangents]
+    full = tuple(map(ad.instantiate_zeros, tangents))
     start = sum(params["counts"])
     if all(isinstance(tangent, ad.Zero) for tangent in tangents[:start]):
         return _linear_p.bind(*primals, **params), _linear_p.bind(*primals[:start], *full[start:], **params)
-    return jax.jvp(partial(_apply, **params), primals, full)  # type: ignore[no-any-return]
+    return jax.jvp(partial(_apply, **params), tuple(primals), full)  # type: ignore[no-any-return]
 
 
 def _transpose(

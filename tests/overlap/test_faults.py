@@ -24,6 +24,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import io_callback
+from jax.sharding import PartitionSpec as P
 
 import cost_model
 import passes
@@ -310,6 +311,47 @@ def test_the_users_own_exception_is_theirs(strict: bool) -> None:
             with pytest.raises(OwnError) as caught:
                 use(1.0)
             assert caught.value is raised
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exception_of_the_users_own_derivative_is_theirs(strict: bool) -> None:
+    class OwnError(Exception):
+        pass
+
+    raised = OwnError("of the backward pass")
+
+    def broken(residuals: None, cotangent: Any) -> Any:
+        raise raised
+
+    product = jax.custom_vjp(lambda h, v: h @ v)
+    product.defvjp(lambda h, v: (h @ v, None), broken)
+
+    def body(x: Any, w: Any, v: Any) -> Any:
+        h = product(jax.lax.all_gather(x, "x", axis=0, tiled=True) @ w, v)
+        return jax.lax.psum_scatter(h, "x", scatter_dimension=0, tiled=True)
+
+    jitted = jax.jit(jax.shard_map(body, mesh=mesh_of(), in_specs=SPECS, out_specs=SPECS[0], check_vma=False))
+    decorated = always(jitted, strict=strict)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(decorated(*REF.arguments), jitted(*REF.arguments))
+        with pytest.raises(OwnError) as caught:
+            jax.grad(lambda x: decorated(x, *REF.arguments[1:]).sum())(REF.arguments[0])
+        assert caught.value is raised
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_has_no_derivative_in_jax_is_no_fault_of_the_pass(strict: bool) -> None:
+    def body(x: Any, w: Any, v: Any) -> Any:
+        return jax.lax.pmax(jax.lax.all_gather(x, "x", axis=0, tiled=True) @ w @ v, "x")
+
+    jitted = jax.jit(jax.shard_map(body, mesh=mesh_of(), in_specs=SPECS, out_specs=P()))
+    decorated = always(jitted, strict=strict)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(decorated(*REF.arguments), jitted(*REF.arguments))
+        with pytest.raises(NotImplementedError, match="pmax"):
+            jax.grad(lambda x: decorated(x, *REF.arguments[1:]).sum())(REF.arguments[0])
 
 
 def test_errors_of_jax_name_the_users_own_function_and_argument() -> None:

@@ -235,6 +235,23 @@ def test_second_derivatives() -> None:
     check(always(jax.jit(curvature(mlp())))(*REF.arguments), wanted)
 
 
+@pytest.mark.parametrize("policy", ["always", "never", lambda _: False])
+def test_second_derivatives_backward_over_forward(policy: Any) -> None:
+    def curvature(f: Function) -> Function:
+        def along(x: Any, w: Any, v: Any) -> Any:
+            return jax.jvp(lambda x: f(x, w, v), (x,), _tangents()[:1])[1]
+
+        return jax.grad(lambda *args: (along(*args) * C).sum(), argnums=(1, 2))
+
+    # (x w)² v has the slope 2 (x w * t w) v along t.
+    t, back = np.asarray(TANGENTS[0], np.float64), REF.c @ REF.v.T
+    h, moved = REF.x @ REF.w, t @ REF.w
+    wanted = (2 * (REF.x.T @ (moved * back) + t.T @ (h * back)), 2 * (h * moved).T @ REF.c)
+    arguments = tuple(map(jnp.asarray, REF.arguments))
+    check(curvature(always(jax.jit(mlp()), policy=policy))(*arguments), wanted)
+    check(always(jax.jit(curvature(mlp())), policy=policy)(*arguments), wanted)
+
+
 @pytest.mark.parametrize("jitted", [False, True])
 def test_the_linear_map_of_linearize_finds_the_mesh_by_itself(jitted: bool) -> None:
     """Its arguments lie on one device, and no argument or constraint names the mesh."""
