@@ -242,7 +242,7 @@ _ELEMENTWISE = (
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz "
     "complex conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor "
     "ge gt igamma igammac imag integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul mulhi "
-    "name ne neg nextafter not one_minus_square or polygamma population_count pow pvary real "
+    "name ne neg nextafter not one_minus_square or overlap_aligned polygamma population_count pow pvary real "
     "reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
     "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor "
 )

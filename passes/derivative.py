@@ -16,11 +16,13 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from passes import shims
+from passes.mapped import Mapped
 
 Function = Callable[..., list[Any]]
 
@@ -42,6 +44,7 @@ def with_derivative_of(
     # What the program does not use is kept out, so that jit can still leave it out.
     used = _used(jaxpr)
     in_avals = _where(used, jaxpr.in_avals)
+    mapped = Mapped(jaxpr, used)
     original = _of_used(jex_core.jaxpr_as_fun(jaxpr), used)
     smooth = [_is_smooth(aval) for aval in jaxpr.out_avals]
 
@@ -89,18 +92,28 @@ def with_derivative_of(
 
         moved = _where(active, tangents)
         types = list(map(jax.typeof, results))
-        pushed = _linear(push, pull, residuals, list(primals), moved, types, forward_jaxpr)
+
+        def depends(axis_data: Any, primals: Sequence[bool], tangents: Sequence[bool]) -> list[bool]:
+            told = _merged(active, tangents, [False] * len(active))
+            batched = [primal or tangent for primal, tangent in zip(primals, told, strict=True)]
+            return _where(smooth, mapped.results(axis_data, batched))
+
+        pushed = _linear(push, pull, residuals, list(primals), moved, types, forward_jaxpr, depends)
         zeros = [np.zeros(np.shape(other), jax.dtypes.float0) for other in others]
         return _shuffled(smooth, results, others), _shuffled(smooth, pushed, zeros)
 
-    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        return _or_else(
-            lambda: derivative(primals, tangents),
-            lambda: _plain_derivative(original, in_avals, primals, tangents),
-            failed,
-        )
+    def plain(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        return _plain_derivative(original, in_avals, primals, tangents)
 
-    guarded = jax.custom_jvp(_of_used(run, used))
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        def by(made: Callable[..., tuple[list[Any], list[Any]]]) -> tuple[list[Any], list[Any]]:
+            results, pushed = made(primals, tangents)
+            return mapped.aligned(primals, results), pushed
+
+        return _or_else(partial(by, derivative), partial(by, plain), failed)
+
+    of_used = _of_used(run, used)
+    guarded = jax.custom_jvp(lambda *arguments: mapped.aligned(arguments, of_used(*arguments)))
     guarded.defjvp(rule, symbolic_zeros=True)
     return lambda *arguments: guarded(*_where(used, arguments))
 
@@ -172,6 +185,9 @@ def _shuffled(mask: Sequence[bool], chosen: Sequence[Any], others: Sequence[Any]
 
 Map = Callable[[list[Any], list[Any], list[Any]], list[Any]]
 
+Depends = Callable[[Any, Sequence[bool], Sequence[bool]], list[bool]]
+"""Which results are batched by a ``vmap``, of which primals and which tangents are."""
+
 _linear_p = jex_core.Primitive("overlap_linear")
 _linear_p.multiple_results = True
 
@@ -184,12 +200,19 @@ def _linear(
     tangents: list[Any],
     types: list[Any],
     forward: Any,
+    depends: Depends,
 ) -> list[Any]:
     """Binds the equation. That holds the forward program too, in which jit finds the mesh it is to run on."""
     counts = (len(residuals), len(primals))
     operands = (*residuals, *primals, *tangents)
     return _linear_p.bind(  # type: ignore[no-any-return]
-        *operands, push=push, pull=pull, counts=counts, types=tuple(types), forward=forward
+        *operands,
+        push=push,
+        pull=pull,
+        counts=counts,
+        types=tuple(types),
+        forward=forward,
+        depends=depends,
     )
 
 
@@ -225,20 +248,31 @@ def _transpose(
 
 def _batch(
     axis_data: Any, values: Sequence[Any], dims: Sequence[Any], **params: Any
-) -> tuple[list[Any], list[int]]:
+) -> tuple[list[Any], list[int | None]]:
     axes = [dim if isinstance(dim, int) else None for dim in dims]
-    fixed_axes = tuple(_split(axes, params["counts"])[:2])
+    fixed_axes, moved_axes = _split(axes, params["counts"])[:2], _split(axes, params["counts"])[2]
+    primals_batched, tangents_batched = (
+        [axis is not None for axis in a] for a in (fixed_axes[1], moved_axes)
+    )
+    varies = params["depends"](axis_data, primals_batched, tangents_batched)
+    if not any(varies) and not any(isinstance(axis, int) for axis in axes):
+        return _linear_p.bind(*values, **params), [None] * len(varies)
     batched = partial(shims.vmap_over(axis_data), in_axes=(*fixed_axes, 0))
     size = axis_data.size
     residuals, primals, tangents = _split(values, params["counts"])
     tangents = [
         jnp.broadcast_to(tangent, (size, *tangent.shape)) if axis is None else jnp.moveaxis(tangent, axis, 0)
-        for tangent, axis in zip(tangents, _split(axes, params["counts"])[2], strict=True)
+        for tangent, axis in zip(tangents, moved_axes, strict=True)
     ]
     types = [shims.batched_type(axis_data, aval) for aval in params["types"]]
     push, pull = batched(params["push"]), batched(params["pull"])
-    results = _linear(push, pull, residuals, primals, tangents, types, params["forward"])
-    return results, [0] * len(results)
+    results = _linear(push, pull, residuals, primals, tangents, types, params["forward"], params["depends"])
+    # What is the same for all has no new dim, as in the program itself (see `Mapped`).
+    results = [
+        result if batched else lax.index_in_dim(result, 0, keepdims=False)
+        for result, batched in zip(results, varies, strict=True)
+    ]
+    return results, [0 if batched else None for batched in varies]
 
 
 _linear_p.def_impl(lambda *values, **params: jax.jit(partial(_apply, **params))(*values))

@@ -245,6 +245,11 @@ def vmap_over(axis_data: Any) -> Callable[..., Any]:
     return partial(jax.vmap, axis_size=axis_data.size, spmd_axis_name=axis_data.spmd_name or None, **name)
 
 
+def names(jaxpr: Any, axis_data: Any) -> bool:
+    """Whether a jaxpr names the axis of which a rule for batching is told, in a psum over it, say."""
+    return any(getattr(effect, "name", None) == axis_data.name for effect in jaxpr.effects)
+
+
 def batched_type(axis_data: Any, aval: Any) -> Any:
     """The type of a value with that axis in front, sharded and varying as before: no public way keeps it."""
     return core.unmapped_aval(axis_data.size, 0, aval, axis_data.explicit_mesh_axis)

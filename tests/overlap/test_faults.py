@@ -402,7 +402,15 @@ def test_a_fault_while_the_program_is_differentiated_leaves_the_original() -> No
         and not code.co_flags & inspect.CO_GENERATOR
         and code.co_qualname not in nets
         and not code.co_qualname.startswith(
-            ("_transpose", "_split", "_invarying_primitive", "_barrier_primitive")
+            (
+                "_or_else",
+                "_transpose",
+                "_split",
+                "_invarying_primitive",
+                "_barrier_primitive",
+                "_marks",
+                "_aligned",
+            )
         )
     ]
     assert later, "the program is planned anew where it is differentiated"

@@ -1,0 +1,95 @@
+"""Under ``vmap``, results that no mapped argument reaches stay one, in values and in every derivative."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from tests.overlap.mlp import always, mesh_of, reference
+
+REF = reference()
+X, W = (jnp.asarray(a) for a in REF.arguments[:2])
+XS = jnp.stack([X, 2 * X, 3 * X])
+Function = Callable[..., Any]
+POLICIES = pytest.mark.parametrize("policy", ["always", lambda _: False], ids=["rewritten", "kept"])
+
+
+def _body(x: Any, w: Any) -> tuple[Any, Any, Any]:
+    """Its second result, and its third, depend on the weights alone."""
+    gather = partial(lax.all_gather, axis_name="x", tiled=True)
+    square = gather(w, axis=1).T @ w
+    return jnp.sin(gather(x, axis=0) @ w), jnp.sin(square), lax.psum(jnp.sum(w), "x").astype(jnp.int32)
+
+
+def _jitted() -> Any:
+    specs, results = (P("x"), P(None, "x")), (P(None, "x"), P(None, "x"), P())
+    return jax.jit(jax.shard_map(_body, mesh=mesh_of(), in_specs=specs, out_specs=results, check_vma=False))
+
+
+def _mapped(f: Function, shared: int | None, axis: int) -> Function:
+    return jax.vmap(f, in_axes=(axis, None), out_axes=(axis, shared, shared))
+
+
+def _loss(f: Function) -> Function:
+    def loss(*arguments: Any) -> Any:
+        first, second, _ = f(*arguments)
+        return jnp.cos(first).sum() + jnp.cos(2 * second).sum()
+
+    return loss
+
+
+USES: dict[str, Callable[[Function], Function]] = {
+    "value": lambda f: f,
+    "grad": lambda f: jax.grad(_loss(f), argnums=(0, 1)),
+    "grad of jit": lambda f: jax.grad(_loss(jax.jit(f)), argnums=(0, 1)),
+    "jvp": lambda f: lambda *at: jax.jvp(_loss(f), at, at),
+    "backward over forward": lambda f: jax.grad(lambda *at: jax.jvp(_loss(f), at, at)[1], argnums=(0, 1)),
+}
+
+
+@POLICIES
+@pytest.mark.parametrize(("shared", "axis"), [(0, 0), (None, 0), (None, 2)])
+@pytest.mark.parametrize("use", USES)
+def test_results_that_no_mapped_argument_reaches(
+    use: str, shared: int | None, axis: int, policy: Any
+) -> None:
+    jitted = _jitted()
+    arguments = (jnp.moveaxis(XS, 0, axis), W)
+    wanted = USES[use](_mapped(jitted, shared, axis))(*arguments)
+    decorated = always(_jitted(), policy=policy)
+    got = USES[use](_mapped(decorated, shared, axis))(*arguments)
+    assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, wanted)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4), got, wanted)
+
+
+@POLICIES
+def test_what_no_mapped_argument_reaches_is_worked_out_once(policy: Any) -> None:
+    decorated = always(_jitted(), policy=policy)
+
+    def slope(_: Any) -> Any:
+        return jax.jvp(lambda *at: decorated(*at)[0], (X, W), (X, W))
+
+    wanted = jax.jvp(lambda *at: _jitted()(*at)[0], (X, W), (X, W))
+    got = jax.vmap(slope, out_axes=None)(jnp.arange(3))
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), got, wanted)
+
+
+@POLICIES
+@pytest.mark.parametrize("outer", [jax.jacfwd, jax.jacrev])
+@pytest.mark.parametrize("inner", [jax.jacfwd, jax.jacrev])
+def test_hessians(outer: Function, inner: Function, policy: Any) -> None:
+    def hessian(f: Function) -> Any:
+        return outer(inner(lambda scale: _loss(f)(X * scale, W)))(jnp.ones(X.shape[1]))
+
+    got = hessian(always(_jitted(), policy=policy))
+    np.testing.assert_allclose(got, hessian(_jitted()), rtol=2e-4, atol=2e-4)
