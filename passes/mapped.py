@@ -9,6 +9,7 @@ in front where they depend, in the original, on an argument that is mapped over,
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,13 +34,19 @@ _CALLS = frozenset(
 class Mapped:
     """Puts the results of a program, however they were made, in the form in which they are batched.
 
+    Of the program it keeps no more than what depends on what: traced programs, which refer to this and which
+    jax keeps, would keep the arrays that the program closes over.
+
     Args:
       jaxpr: the original program, closed.
       used: which of its arguments those are that one is told of.
     """
 
     def __init__(self, jaxpr: Any, used: Sequence[bool]) -> None:
-        self._jaxpr, self._used = jaxpr, tuple(used)
+        self.count = len(jaxpr.out_avals)
+        self._used = tuple(used)
+        self._names = shims.named_axes(jaxpr)
+        self._links = _links(jaxpr, {})
 
     def aligned(self, arguments: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         """The results, to be batched where they depend on an argument that is."""
@@ -50,32 +57,59 @@ class Mapped:
 
     def results(self, axis_data: Any, arguments: Sequence[bool]) -> list[bool]:
         """Which results depend on some of the arguments; all, if the program names the axis of a ``vmap``."""
-        if shims.names(self._jaxpr, axis_data):
+        if axis_data.name in self._names:
             return [True] * self.count
         told = iter(arguments)
-        return _reached(self._jaxpr, [used and next(told) for used in self._used])
-
-    @property
-    def count(self) -> int:
-        """How many results there are."""
-        return len(self._jaxpr.out_avals)
+        return self._links.reached([used and next(told) for used in self._used])
 
 
-def _reached(jaxpr: Any, given: Sequence[bool]) -> list[bool]:
-    """Which results of a jaxpr depend on some of its arguments; of a loop or branch all, if any does."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Links:
+    """What in a jaxpr depends on what; values are numbers, of which the first are the arguments.
+
+    Attributes:
+      steps: of each equation the operands and the results, and the links of its body where these count; of a
+        loop or branch all results depend on all operands.
+      results: the jaxpr's; None for a literal.
+    """
+
+    steps: tuple[tuple[tuple[int | None, ...], tuple[int, ...], _Links | None], ...]
+    results: tuple[int | None, ...]
+
+    def reached(self, given: Sequence[bool]) -> list[bool]:
+        """Which results depend on some of the arguments."""
+        found = {number for number, told in enumerate(given) if told}
+        for operands, results, inner in self.steps:
+            told = [operand in found for operand in operands]
+            if inner is not None:
+                depends = inner.reached(told)
+                found.update(value for value, reached in zip(results, depends, strict=True) if reached)
+            elif any(told):
+                found.update(results)
+        return [result in found for result in self.results]
+
+
+def _links(jaxpr: Any, known: dict[int, _Links]) -> _Links:
+    """The links of a jaxpr; those of a body that is called twice are shared."""
     body, _ = shims.open_jaxpr(jaxpr)
-    found = {var for var, told in zip(body.invars, given, strict=True) if told}
+    if id(body) not in known:
+        numbers: dict[Any, int] = {}
 
-    def told(atom: Any) -> bool:
-        return not shims.is_literal(atom) and atom in found
+        def number(var: Any) -> int:
+            return numbers.setdefault(var, len(numbers))
 
-    for eqn in body.eqns:
-        operands = list(map(told, eqn.invars))
-        if any(operands):
+        def read(atom: Any) -> int | None:
+            return None if shims.is_literal(atom) else number(atom)
+
+        for var in body.invars:
+            number(var)
+        steps = []
+        for eqn in body.eqns:
             bodies = tuple(jex_core.jaxprs_in_params(eqn.params)) if eqn.primitive.name in _CALLS else ()
-            results = _reached(bodies[0], operands) if len(bodies) == 1 else [True] * len(eqn.outvars)
-            found.update(var for var, depends in zip(eqn.outvars, results, strict=True) if depends)
-    return list(map(told, body.outvars))
+            inner = _links(bodies[0], known) if len(bodies) == 1 else None
+            steps.append((tuple(map(read, eqn.invars)), tuple(map(number, eqn.outvars)), inner))
+        known[id(body)] = _Links(tuple(steps), tuple(map(read, body.outvars)))
+    return known[id(body)]
 
 
 # A mark per result, which is batched where the result is to be; and the result as its mark is.

@@ -245,9 +245,9 @@ def vmap_over(axis_data: Any) -> Callable[..., Any]:
     return partial(jax.vmap, axis_size=axis_data.size, spmd_axis_name=axis_data.spmd_name or None, **name)
 
 
-def names(jaxpr: Any, axis_data: Any) -> bool:
-    """Whether a jaxpr names the axis of which a rule for batching is told, in a psum over it, say."""
-    return any(getattr(effect, "name", None) == axis_data.name for effect in jaxpr.effects)
+def named_axes(jaxpr: Any) -> frozenset[Any]:
+    """The axes that a jaxpr names and does not bind, as a psum does: their effects are told by that name."""
+    return frozenset(effect.name for effect in jaxpr.effects if type(effect).__name__ == "NamedAxisEffect")
 
 
 def batched_type(axis_data: Any, aval: Any) -> Any:
