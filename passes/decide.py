@@ -417,7 +417,7 @@ def program_order(
     """An order in which the operations and rings can run, each ring as one step.
 
     Rings that wait for one another (each needs a result of the other before it can start) cannot both be: of
-    a circle of them the one with the least benefit is given up.
+    a circle of them the one with the least benefit is given up. What need not wait does not, in a circle.
 
     Args:
       flow: the dataflow graph.
@@ -431,6 +431,8 @@ def program_order(
     """
     import networkx as nx  # takes a third of the time to import the library, and only chains need it
 
+    wished = {(beside.op, dot): beside.op for dot, beside in held.items()}
+    wished |= {(op, after.op): after.op for op, after in first.items()}
     while True:
         units: dict[int, Unit] = {
             d.collective.op: Lone(d.collective) for d in decisions if d.rewritten and d.ring is None
@@ -445,22 +447,29 @@ def program_order(
             for number, unit in units.items()
             for member in (unit.chain if isinstance(unit, Ring) else unit).members
         }
-        order = _contracted(flow, units, unit_of, held, first)
+        waits = {
+            (unit_of.get(a, a), unit_of.get(b, b)): (a, b) for (a, b), ring in wished.items() if ring in units
+        }
+        order = _contracted(flow, units, unit_of, waits)
         try:
             sequence = nx.lexicographical_topological_sort(order, key=lambda unit: position.get(unit, unit))
             return decisions, tuple(units.get(unit, unit) for unit in sequence)
         except nx.NetworkXUnfeasible:
-            decisions = _give_up_one(decisions, nx.find_cycle(order))
+            cycle = nx.find_cycle(order)
+            if needless := [waits[edge] for edge in cycle if edge in waits]:
+                for wait in needless:
+                    del wished[wait]
+            else:
+                decisions = _give_up_one(decisions, cycle)
 
 
 def _contracted(
     flow: Dataflow,
     units: Mapping[int, Unit],
     unit_of: Mapping[int, int],
-    held: Mapping[int, Collective],
-    first: Mapping[int, Collective],
+    waits: Iterable[tuple[int, int]],
 ) -> nx.DiGraph[int]:
-    """The dataflow graph with each unit as one node; what waits for a ring, and what a ring waits for."""
+    """The dataflow graph with each unit as one node, and with what else is to wait for what."""
     import networkx as nx
 
     order: nx.DiGraph[int] = nx.DiGraph()
@@ -470,8 +479,7 @@ def _contracted(
         for source, target in flow.edges()
         if (a := unit_of.get(source, source)) != (b := unit_of.get(target, target))
     )
-    order.add_edges_from((beside.op, dot) for dot, beside in held.items() if beside.op in units)
-    order.add_edges_from((op, after.op) for op, after in first.items() if after.op in units)
+    order.add_edges_from((a, b) for a, b in waits if a != b)
     for number, unit in units.items():
         if isinstance(unit, ShardReduction):
             # It goes its own way from the gather's operand, beside the ring.

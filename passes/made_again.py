@@ -3,8 +3,9 @@
 A ring of a sum reads an activation block by block, so that it has to be there as a whole. The backward pass
 reads it as well, and factors of its derivative: made along with the activation, all of them would be kept.
 As written, compilers keep what they are made of, and make them again within the operations that read them;
-they do so beside a ring if what they are made of goes through a barrier. What another ring reads is not made
-again, since it would have to be there as a whole again.
+they do so beside a ring if what they are made of goes through a barrier. What a ring of the backward pass
+reads, such as that of a weight's gradient, is made again before it, as a whole: a little work, in place of an
+array for every layer.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import heapq
 from collections.abc import Callable, Iterable, Mapping, Set
 
 from passes.block_eval import cut_once
-from passes.blocks import LONE, is_blockwise, is_fusible
-from passes.chains import AllGatherDot, Chain, DotPsum
+from passes.blocks import is_fusible
+from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
 from passes.graph import Dataflow
 
 
@@ -39,64 +40,69 @@ class MadeAgain:
     read: frozenset[int] = frozenset()
 
 
-def made_again(flow: Dataflow, chains: Iterable[Chain], kept: Iterable[Chain], later: Set[int]) -> MadeAgain:
+def made_again(
+    flow: Dataflow, chains: Iterable[Chain], kept: Iterable[Chain], later: Mapping[int, bool]
+) -> MadeAgain:
     """What the program makes again if these chains are rings.
 
-    For each ring of a sum: the values that its dots read in blocks, and others made of the same, as far as
-    only operations that need the ring's result read them. All of it if what is then kept has fewer bytes,
-    and through another sum: what is soon read again need not be made again.
+    For each ring of a sum: the values that its dots read in blocks, and others made of the same, for
+    operations that need the ring's result and another sum's; what is soon read again need not be made again.
+    And what such operations read where they are rings themselves, of what the ring's result needs. All of it
+    if what is then kept has fewer bytes.
 
     Args:
       flow: the dataflow graph.
       chains: those that become rings, in program order.
       kept: those that do not.
-      later: results of the program that are read only after it, and not by a ring.
+      later: results of the program that are read only after it, each with whether a ring reads it.
     """
     chains = tuple(chains)
-    sums = [chain for chain in chains if not isinstance(chain, AllGatherDot)]
-    if not sums:
+    rings = {chain.collective.op: chain for chain in chains if not isinstance(chain, AllGatherDot)}
+    if not rings:
         return MadeAgain()
     members = {op: chain.collective.op for chain in chains for op in chain.members}
-    others = [chain for chain in kept if not isinstance(chain, AllGatherDot)]
-    every = [chain.collective.op for chain in (*sums, *others)]
+    every = sorted({*rings, *(c.collective.op for c in kept if not isinstance(c, AllGatherDot))})
     needs = flow.needs(every)
+    read_whole = read_by_rings(flow, chains) | {value for value, ring in later.items() if ring}
+    of_sum: dict[int, list[int]] = {}
+    for value, sum_op in _first_needing(flow, every).items():
+        if value in read_whole:
+            of_sum.setdefault(sum_op, []).append(value)
     makers: dict[int, int] = {}
     roots: set[int] = set()
     readers: set[int] = set()
-    for number, chain in enumerate(sums):
+    for number, sum_op in enumerate(every):
         following = sum(1 << n for n, op in enumerate(every) if needs.get(op, 0) >> number & 1)
         if not following:
             continue
         late = functools.partial(_needs, needs, following)
-        dots = chain.scatter.dots if isinstance(chain, DotPsum) else chain.dots
-        found, of = _made_of(flow, cut_once(flow, dots), members)
-        if not found:
-            continue
-        _with_others(flow, found, of, members, late)
-        users = {v: [u for u in flow.users[v] if (v in later if u < 0 else late(u))] for v in (*found, *of)}
-        whole = {v for v in found if any(u in members or not fuses(flow, u) for u in users[v] if u >= 0)}
-        reads = [(v, u) for v in users if v not in whole for u in users[v] if u not in members]
-        read = {value for value, _ in reads}
-        spared = read & found.keys()
-        if not spared or _bytes(flow, of - read) >= _bytes(flow, spared):
-            continue
-        makers.update({value: op for value, op in found.items() if value not in whole})
-        roots |= of
-        readers.update(user for _, user in reads)
+        cut = cut_once(flow, _dots(rings[sum_op])) if sum_op in rings else ()
+        for values in (cut, *((value,) for value in of_sum.get(sum_op, ()))):
+            found, of = _made_of(flow, [value for value in values if value not in makers], members)
+            if not found:
+                continue
+            _with_others(flow, found, of, members, late)
+            reads = {
+                (value, user)
+                for value in (*found, *of)
+                for user in flow.users[value]
+                if (value in later if user < 0 else late(user))
+            }
+            read = {value for value, _ in reads}
+            spared = read & found.keys()
+            if not spared or _bytes(flow, of - read) >= _bytes(flow, spared):
+                continue
+            makers.update(found)
+            roots |= of
+            readers.update(user for _, user in reads)
     inputs = {o for op in makers.values() for o in flow.ops[op].inputs if isinstance(o, int)}
     return MadeAgain(
         makers,
         frozenset(roots),
         frozenset(readers - {-1}),
-        frozenset(later & {*makers, *roots}),
+        frozenset(later.keys() & {*makers, *roots}),
         frozenset(roots | inputs - makers.keys()),
     )
-
-
-def fuses(flow: Dataflow, index: int) -> bool:
-    """Whether compilers may make what an operation reads part of it."""
-    name = flow.ops[index].name
-    return name == "dot_general" or (is_blockwise(name) and name not in LONE)
 
 
 def read_by_rings(flow: Dataflow, chains: Iterable[Chain]) -> frozenset[int]:
@@ -104,6 +110,25 @@ def read_by_rings(flow: Dataflow, chains: Iterable[Chain]) -> frozenset[int]:
     made = {value for chain in chains for op in chain.members for value in flow.ops[op].outputs}
     read = {operand for chain in chains for op in chain.members for operand in flow.ops[op].inputs}
     return frozenset(operand for operand in read if isinstance(operand, int) and operand not in made)
+
+
+def _dots(chain: DotReduceScatter | DotPsum) -> tuple[BlockOp, ...]:
+    return chain.scatter.dots if isinstance(chain, DotPsum) else chain.dots
+
+
+def _first_needing(flow: Dataflow, ops: Iterable[int]) -> Mapping[int, int]:
+    """For each value the first of some operations that needs it, if one does."""
+    wanted = frozenset(ops)
+    found: dict[int, int] = {}
+    for index in reversed(tuple(flow.live)):
+        op = flow.ops[index]
+        needing = {found[value] for value in op.outputs if value in found}
+        if index in wanted:
+            needing.add(index)
+        for operand in op.inputs if needing else ():
+            if isinstance(operand, int):
+                found[operand] = min({*needing, found.get(operand, max(needing))})
+    return found
 
 
 def _needs(needs: Mapping[int, int], wanted: int, index: int) -> bool:

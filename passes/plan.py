@@ -19,7 +19,7 @@ from passes.emit import Ring
 from passes.epilogue import with_epilogues
 from passes.graph import COLLECTIVES, Dataflow, Op, Operand, dataflow
 from passes.invariance import LOOPS, Invariance
-from passes.made_again import MadeAgain, fuses, made_again, read_by_rings
+from passes.made_again import MadeAgain, made_again, read_by_rings
 from passes.match import match_dataflow
 from passes.network import Network
 from passes.reasons import Code, Reason
@@ -109,40 +109,36 @@ class Plan:
         """The rings, in program order."""
         return rings_of(self.decisions)
 
-    def made_again(self, later: Set[int]) -> MadeAgain:
+    def made_again(self, later: Mapping[int, bool]) -> MadeAgain:
         """What is made twice rather than kept.
 
         Args:
-          later: positions of results that are read only after it, and not by a ring.
+          later: positions of results that are read only after it, each with whether a ring reads it.
         """
         if self.network is None or not self.network.leaves_for_last or self.flow.differentiable:
             return MadeAgain()
-        results = {value for position in later if isinstance(value := self.flow.outputs[position], int)}
+        results = ((self.flow.outputs[position], ring) for position, ring in later.items())
         kept = [d.ring.chain for d in self.decisions if not d.rewritten and d.ring is not None]
-        return made_again(self.flow, [ring.chain for ring in self.rings], kept, results)
+        rings = [ring.chain for ring in self.rings]
+        return made_again(self.flow, rings, kept, {v: ring for v, ring in results if isinstance(v, int)})
 
-    def read_later(self, index: int) -> frozenset[int]:
-        """Positions of an operation's results that other operations read, none of them as a whole."""
-        results = enumerate(self.flow.ops[index].outputs)
+    def read_later(self, index: int) -> Mapping[int, bool]:
+        """Positions of an operation's results that only operations read, each with whether a ring does."""
         users = self.flow.users
-        return frozenset(
-            position
-            for position, value in results
-            if users[value] and not any(user < 0 or self._reads_whole(user, value) for user in users[value])
-        )
+        return {
+            position: any(self._in_ring(user, value) for user in users[value])
+            for position, value in enumerate(self.flow.ops[index].outputs)
+            if users[value] and min(users[value]) >= 0
+        }
 
-    def _reads_whole(self, index: int, value: int) -> bool:
-        """Whether an operation needs a value as a whole, as a loop does, and a ring."""
+    def _in_ring(self, index: int, value: int) -> bool:
+        """Whether a ring in a body of an operation reads a value."""
         op = self.flow.ops[index]
-        if fuses(self.flow, index):
-            return False
-        if index not in self.bodies or op.name in LOOPS:
-            return True
-        for body in self.bodies_of(index):
+        for body in () if op.name in LOOPS else self.bodies_of(index):
             operands = _passed(op, len(body.flow.inputs))
             for argument in (a for o, a in zip(operands, body.flow.inputs, strict=True) if o == value):
                 users = [user for user in body.flow.users[argument] if user >= 0]
-                if argument in body.read_by_rings or any(body._reads_whole(user, argument) for user in users):
+                if argument in body.read_by_rings or any(body._in_ring(user, argument) for user in users):
                     return True
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -49,14 +50,19 @@ class _Rewriter:
         self.traced: dict[tuple[Plan, bool], Any] = {}
 
     def run(
-        self, plan: Plan, arguments: Sequence[Any], later: frozenset[int] = frozenset(), *, alone: bool
+        self,
+        plan: Plan,
+        arguments: Sequence[Any],
+        later: Mapping[int, bool] = MappingProxyType({}),
+        *,
+        alone: bool,
     ) -> list[Any]:
         """Evaluates a plan.
 
         Args:
           plan: what is to be done.
           arguments: the jaxpr's.
-          later: positions of results that may be made again.
+          later: the results that may be made again: see `Plan.made_again`.
           alone: see `InFlight`.
         """
         flow = plan.flow
@@ -75,7 +81,8 @@ class _Rewriter:
             if not isinstance(unit, int):
                 if isinstance(unit, Ring):
                     env.update(_waiting(plan, unit, env))
-                env.update(_emit(flow, unit, read, places))
+                made = unit.chain.members if isinstance(unit, Ring) else unit.members
+                env.update(_emit(flow, unit, read if twice.readers.isdisjoint(made) else again.read, places))
                 continue
             op = flow.ops[unit]
             values = list(map(again.read if unit in twice.readers else read, op.inputs))
@@ -113,7 +120,7 @@ class _Rewriter:
         return op.bind(values, params)
 
     def _shard_map(
-        self, op: Op, body: Plan, values: list[Any], later: frozenset[int], alone: bool
+        self, op: Op, body: Plan, values: list[Any], later: Mapping[int, bool], alone: bool
     ) -> Sequence[Any]:
         params = op.params
         mapped: Any = jax.shard_map(

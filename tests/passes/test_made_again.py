@@ -63,7 +63,7 @@ def names(flow: Dataflow, found: MadeAgain) -> list[str]:
 def found_for(flow: Dataflow, chains: list[Chain], rings: int) -> MadeAgain:
     """What is made again if the second chain, or the first ones, are rings."""
     ringed = chains[1:2] if rings == 1 else chains[:rings]
-    return made_again(flow, ringed, [chain for chain in chains if chain not in ringed], frozenset())
+    return made_again(flow, ringed, [chain for chain in chains if chain not in ringed], {})
 
 
 def test_an_activation_and_its_derivative_are_made_again_of_the_dot_s_result() -> None:
@@ -85,14 +85,65 @@ def test_an_activation_and_its_derivative_are_made_again_of_the_dot_s_result() -
     assert not found.results
 
 
-def test_what_a_later_ring_reads_is_kept() -> None:
+def test_what_a_later_ring_reads_is_made_again_for_it() -> None:
     flow, chains = within(silu)
     alone = found_for(flow, chains, 1)
     found = found_for(flow, chains, len(chains))
     (activation,) = (v for v in flow.ops[chains[1].dots[0].op].inputs if v in alone.makers)
-    assert activation not in found.makers
-    assert found.makers
-    assert found.makers.keys() < alone.makers.keys()
+    assert activation in found.makers
+    assert found.makers.keys() == alone.makers.keys()
+    in_rings = {op for chain in chains for op in chain.members}
+    assert found.readers & in_rings
+    assert not found.readers & {op for chain in chains[:2] for op in chain.members}
+
+
+def scattered(y: Any) -> Any:
+    return lax.psum_scatter(y, "x", scatter_dimension=0, tiled=True)
+
+
+def sums_of(body: Callable[..., Any]) -> tuple[Dataflow, list[Chain]]:
+    """A body given x [4, 6], up [6, 10] and down [10, 6], and its chains."""
+    shards = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 6), (6, 10), (10, 6))]
+    flow, matches = bodies.matched(body, *shards, axis_size=2, check_vma=False)
+    return flow, [match.found[0] for match in matches if isinstance(match.found, tuple)]
+
+
+def test_what_dots_read_before_a_ring_of_the_backward_pass_does_is_made_again() -> None:
+    def body(x: Any, up: Any, down: Any) -> Any:
+        normal = jnp.sin(x)
+        y = scattered(normal @ up @ down)
+        return scattered(y.T @ y), normal
+
+    flow, chains = sums_of(body)
+    _, normal = flow.outputs
+    assert isinstance(normal, int)
+    found = made_again(flow, chains, (), {normal: True})
+    assert found.results == {normal}
+    assert names(flow, found) == ["sin"]
+    assert not made_again(flow, chains, (), {normal: False}).makers
+    assert not made_again(flow, [], chains, {normal: True}).makers
+
+    def within(x: Any, up: Any, down: Any) -> Any:
+        normal = jnp.sin(x)
+        y = scattered(normal @ up @ down)
+        z = scattered(y.T @ y)
+        return scattered(lax.dot_general(normal, jnp.concatenate([z, z[:1]]), (((0,), (0,)), ((), ()))))
+
+    flow, chains = sums_of(within)
+    found = made_again(flow, chains, (), {})
+    assert names(flow, found) == ["sin"]
+    assert found.readers == {chains[-1].dots[0].op}
+
+
+def test_what_one_sum_comes_after_is_not_made_again_for_a_ring() -> None:
+    def body(x: Any, up: Any, down: Any) -> Any:
+        normal = jnp.sin(x)
+        return scattered(normal @ up @ down), normal
+
+    flow, chains = sums_of(body)
+    _, normal = flow.outputs
+    assert isinstance(normal, int)
+    assert not made_again(flow, chains, (), {normal: True}).makers
 
 
 def test_nothing_is_made_again_where_that_spares_nothing() -> None:
@@ -106,18 +157,13 @@ def test_a_mask_is_kept_and_not_what_it_is_made_of() -> None:
         h = x @ up
         mask = (x @ (up + 1)) > 0
         a = lax.select(mask, jnp.sin(h), 0 * h)
-        y = lax.psum_scatter(a @ down, "x", scatter_dimension=0, tiled=True)
-        return (
-            lax.psum_scatter(y.T @ y, "x", scatter_dimension=0, tiled=True),
-            a,
-            lax.select(mask, jnp.cos(h), 0 * h),
-        )
+        y = scattered(a @ down)
+        return scattered(y.T @ y), a, lax.select(mask, jnp.cos(h), 0 * h)
 
-    shards = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 6), (6, 10), (10, 6))]
-    flow, matches = bodies.matched(body, *shards, axis_size=2, check_vma=False)
-    rings, kept = ([match.found[0]] for match in matches if isinstance(match.found, tuple))
+    flow, (ring, other) = sums_of(body)
+    rings, kept = [ring], [other]
     later = {value for value in flow.outputs[1:] if isinstance(value, int)}
-    found = made_again(flow, rings, kept, later)
+    found = made_again(flow, rings, kept, dict.fromkeys(later, False))
     assert found.results == later
     makers = {flow.ops[flow.producer[root]].name: flow.avals[root].dtype.name for root in found.roots}
     assert makers == {"dot_general": "float32", "gt": "bool"}
@@ -125,15 +171,15 @@ def test_a_mask_is_kept_and_not_what_it_is_made_of() -> None:
 
 def test_nothing_is_made_again_without_a_ring_of_a_sum() -> None:
     flow, chains = within(silu)
-    assert made_again(flow, chains[:1], chains[1:], frozenset()) == MadeAgain()
-    assert made_again(flow, (), chains, frozenset()) == MadeAgain()
+    assert made_again(flow, chains[:1], chains[1:], {}) == MadeAgain()
+    assert made_again(flow, (), chains, {}) == MadeAgain()
 
 
 def test_what_the_backward_pass_begins_with_is_not_made_again() -> None:
     flow, chains = within(silu)
     last = [chain for chain in chains if chain.kind == "dot_reduce_scatter"][1]
     others = [chain for chain in chains if chain is not last]
-    assert not made_again(flow, [last], others, frozenset()).makers
+    assert not made_again(flow, [last], others, {}).makers
     flow, chains = within(silu, layers=1)
     assert not found_for(flow, chains, 1).makers
 
@@ -144,25 +190,21 @@ def test_nothing_is_made_again_where_dots_read_a_dot_s_result_or_an_argument() -
 
 
 def test_results_are_made_again_if_they_are_read_later() -> None:
-    def scattered(y: Any) -> Any:
-        return lax.psum_scatter(y, "x", scatter_dimension=0, tiled=True)
-
     def body(x: Any, up: Any, down: Any) -> Any:
         h = x @ up
         slope, a = jnp.cos(h), jnp.sin(h)
         y = scattered(a @ down)
         return scattered(y.T @ y), a, slope, h
 
-    shards = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 6), (6, 10), (10, 6))]
-    flow, matches = bodies.matched(body, *shards, axis_size=2, check_vma=False)
-    rings, kept = ([match.found[0]] for match in matches if isinstance(match.found, tuple))
+    flow, (ring, other) = sums_of(body)
+    rings, kept = [ring], [other]
     _, a, slope, h = flow.outputs
     assert isinstance(a, int)
     assert isinstance(slope, int)
     assert isinstance(h, int)
 
     def made(*later: int) -> MadeAgain:
-        return made_again(flow, rings, kept, set(later))
+        return made_again(flow, rings, kept, dict.fromkeys(later, False))
 
     assert made() == MadeAgain()
     assert made(a, slope).results == {a, slope}
@@ -171,7 +213,7 @@ def test_results_are_made_again_if_they_are_read_later() -> None:
     # One for one spares nothing; with the other kept anyway it does.
     assert not made(slope).results
     assert made(slope, h).results == {slope, h}
-    assert not made_again(flow, rings, (), {a, slope}).results
+    assert not made_again(flow, rings, (), {a: False, slope: False}).results
 
 
 # In programs.

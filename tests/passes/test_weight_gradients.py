@@ -9,6 +9,7 @@ On TPUs they run before it.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -20,7 +21,9 @@ from jax.sharding import PartitionSpec as P
 
 from cost_model import Hardware, by_name
 from overlap import overlap_collectives
-from passes.graph import dataflow
+from passes.chains import Chain
+from passes.collective import Collective
+from passes.graph import Dataflow, dataflow
 from passes.match import match_dataflow
 from passes.weight_gradients import held_back, run_first, weight_gradients
 from tests.passes import bodies, spmd
@@ -151,6 +154,25 @@ def test_of_several_scatters_they_run_before_the_one_after_what_they_need() -> N
     assert list(first.values()) == wanted
 
 
+def test_sums_of_gradients_run_before_the_next_sum_that_others_wait_for() -> None:
+    def body(x: Any, w: Any, v: Any) -> Any:
+        first = lax.psum(x @ w, "x")
+        one = lax.psum(x.T @ first, "x").astype(jnp.bfloat16)
+        second = lax.psum(first @ v, "x")
+        two = lax.psum(first.T @ second, "x")
+        return lax.psum(second @ w, "x") @ w, one, two
+
+    shards = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 8), (8, 8), (8, 8))]
+    flow, matches = bodies.matched(body, *shards, axis_size=2, check_vma=False)
+    chains = [match.found[0] for match in matches if isinstance(match.found, tuple)]
+    assert len(chains) == 5
+    first = run_first(flow, chains, weight_gradients(flow, {op for chain in chains for op in chain.members}))
+    # The last sum is awaited by none, as the gradients are: for that no sum waits.
+    assert {flow.outputs.index(flow.ops[op].outputs[0]): after for op, after in first.items()} == {
+        1: chains[2].collective
+    }
+
+
 def decorated(devices: int, hardware: Hardware) -> Any:
     return overlap_collectives(step(devices), policy="always", hardware=hardware, strict=True)
 
@@ -215,3 +237,15 @@ def test_on_tpus_the_last_ring_waits_for_them() -> None:
 
     assert awaited(by_name("tpu_v5p"))
     assert not awaited(CPU)
+
+
+def test_no_ring_is_given_up_for_a_wait_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    def after_all(flow: Dataflow, chains: Iterable[Chain], dots: Iterable[int]) -> dict[int, Collective]:
+        del dots
+        return {max(flow.live): chain.collective for chain in chains}
+
+    monkeypatch.setattr("passes.plan.run_first", after_all)
+    given = arguments(2)
+    ring = decorated(2, by_name("tpu_v5p"))
+    assert all(site.rewritten for site in ring.explain(*given).sites)
+    np.testing.assert_allclose(ring(*given)[0], step(2)(*given)[0], rtol=1e-5)
