@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import TYPE_CHECKING, Any, Final
 
 from cost_model import from_device_kind
@@ -11,7 +13,7 @@ from passes.chains import AllGatherDot
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from passes.graph import Op
+    from passes.graph import Op, Operand
     from passes.plan import Plan
 
 _LIMITED: Final = ("tpu_v5e", "tpu_7x")
@@ -54,8 +56,12 @@ class InFlight:
 
 
 def rings_are_alone(plan: Plan) -> bool:
-    """Whether one body at most of the computation that a plan begins has rings of sums."""
-    return sum(_sums(part) for part in _parts(plan)) < 2
+    """Whether rings of sums of one body only can run at once, in the computation that a plan begins.
+
+    They do where no other body has any, and where those of each body need all of the bodies before it, as a
+    backward pass needs the forward pass's.
+    """
+    return sum(map(bool, map(_sums, _parts(plan)))) < 2 or _in_turn(plan)
 
 
 def own_computation(op: Op) -> bool:
@@ -75,11 +81,48 @@ def _parts(plan: Plan) -> Iterator[Plan]:
                 yield from _parts(body)
 
 
-def _sums(plan: Plan) -> bool:
-    """Whether a body has rings of sums."""
-    return any(
-        ring.schedule.route == "ring" and not isinstance(ring.chain, AllGatherDot) for ring in plan.rings
+def _sums(plan: Plan) -> frozenset[int]:
+    """The collectives of a body that are rings of sums."""
+    return frozenset(
+        ring.chain.collective.op
+        for ring in plan.rings
+        if ring.schedule.route == "ring" and not isinstance(ring.chain, AllGatherDot)
     )
+
+
+def _in_turn(plan: Plan) -> bool:
+    """Whether the rings of sums of each body need those of all bodies before it."""
+    count = 0
+
+    def needed(plan: Plan, given: Sequence[int]) -> list[int] | None:
+        """The rings so far that each result needs, as bits; None where rings may run beside other bodies'."""
+        nonlocal count
+        flow, sums, own = plan.flow, _sums(plan), 0
+        needs = dict(zip(flow.inputs, given, strict=True))
+
+        def of(operand: Operand) -> int:
+            return needs.get(operand, 0) if isinstance(operand, int) else 0
+
+        for index, op in flow.live.items():
+            bits = functools.reduce(operator.or_, map(of, op.inputs), 0)
+            results = [bits] * len(op.outputs)
+            if index in sums:
+                others = (1 << count) - 1 & ~own
+                if bits & others != others:
+                    return None
+                own |= 1 << count
+                results = [bits | 1 << count] * len(op.outputs)
+                count += 1
+            for body in () if own_computation(op) else plan.bodies_of(index):
+                passed = op.inputs[len(op.inputs) - len(body.flow.inputs) :]
+                made = needed(body, [of(operand) for operand in passed])
+                if made is None or (op.name == "scan" and any(map(_sums, _parts(body)))):
+                    return None
+                results = made
+            needs.update(zip(op.outputs, results, strict=True))
+        return [of(operand) for operand in flow.outputs]
+
+    return needed(plan, [0] * len(plan.flow.inputs)) is not None
 
 
 def _limited(aval: Any) -> bool:
