@@ -24,6 +24,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental import io_callback
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import PartitionSpec as P
 
 import cost_model
@@ -423,6 +424,25 @@ def called_later() -> dict[types.CodeType, int]:
 PARTS = 4
 
 
+@pytest.fixture
+def compiled_once(tmp_path: Path) -> Iterator[None]:
+    """Programs that are the same are compiled once: all faults lead to a few."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("compiled_once")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_fault_while_the_program_is_differentiated_leaves_the_original(part: int) -> None:
     later = called_later()
