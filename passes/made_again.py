@@ -60,7 +60,8 @@ def made_again(
     rings = {chain.collective.op: chain for chain in chains if not isinstance(chain, AllGatherDot)}
     if not rings:
         return MadeAgain()
-    members = {op: chain.collective.op for chain in chains for op in chain.members}
+    members = {op for chain in chains for op in chain.members}
+    again = functools.cache(lambda op: op not in members and _makes_again(flow, op))
     every = sorted({*rings, *(c.collective.op for c in kept if not isinstance(c, AllGatherDot))})
     needs = flow.needs(every)
     read_whole = read_by_rings(flow, chains) | {value for value, ring in later.items() if ring}
@@ -78,10 +79,10 @@ def made_again(
         late = functools.partial(_needs, needs, following)
         cut = cut_once(flow, _dots(rings[sum_op])) if sum_op in rings else ()
         for values in (cut, *((value,) for value in of_sum.get(sum_op, ()))):
-            found, of = _made_of(flow, [value for value in values if value not in makers], members)
+            found, of = _made_of(flow, [value for value in values if value not in makers], again)
             if not found:
                 continue
-            _with_others(flow, found, of, members, late)
+            _with_others(flow, found, of, again, late)
             reads = {
                 (value, user)
                 for value in (*found, *of)
@@ -136,7 +137,7 @@ def _needs(needs: Mapping[int, int], wanted: int, index: int) -> bool:
 
 
 def _made_of(
-    flow: Dataflow, values: Iterable[int], members: Mapping[int, int]
+    flow: Dataflow, values: Iterable[int], again: Callable[[int], bool]
 ) -> tuple[dict[int, int], set[int]]:
     """What can be made again of these values and what they are made of, with its maker; and of what."""
     found: dict[int, int] = {}
@@ -147,7 +148,7 @@ def _made_of(
         maker = flow.producer.get(value)
         if value in found or maker is None:
             continue
-        if maker in members or not _makes_again(flow, maker):
+        if not again(maker):
             of.add(value)
             continue
         found[value] = maker
@@ -159,7 +160,7 @@ def _with_others(
     flow: Dataflow,
     found: dict[int, int],
     of: Set[int],
-    members: Mapping[int, int],
+    again: Callable[[int], bool],
     late: Callable[[int], bool],
 ) -> None:
     """Adds all else that can be made of the same, and of arguments and constants."""
@@ -167,13 +168,13 @@ def _with_others(
     heapq.heapify(waiting)
     while waiting:
         index = heapq.heappop(waiting)
-        if index < 0 or late(index) or index in members or not _makes_again(flow, index):
+        if index < 0 or late(index) or not again(index):
             continue
         op = flow.ops[index]
         if op.outputs[0] in found:
             continue
         others, needed = _made_of(
-            flow, [o for o in op.inputs if isinstance(o, int) and o not in found and o not in of], members
+            flow, [o for o in op.inputs if isinstance(o, int) and o not in found and o not in of], again
         )
         if needed <= of:
             found.update(others)
