@@ -53,7 +53,7 @@ class Mapped:
         if not arguments:
             return list(results)
         marks = _marks_p.bind(*arguments, mapped=self)
-        return [_aligned_p.bind(result, mark) for result, mark in zip(results, marks, strict=True)]
+        return [aligned_p.bind(result, mark) for result, mark in zip(results, marks, strict=True)]
 
     def results(self, axis_data: Any, arguments: Sequence[bool]) -> list[bool]:
         """Which results depend on some of the arguments; all, if the program names the axis of a ``vmap``."""
@@ -116,7 +116,7 @@ def _links(jaxpr: Any, known: dict[int, _Links]) -> _Links:
 
 _marks_p = jex_core.Primitive("overlap_marks")
 _marks_p.multiple_results = True
-_aligned_p = jex_core.Primitive("overlap_aligned")
+aligned_p = jex_core.Primitive("overlap_aligned")
 
 
 def _marks(*arguments: Any, mapped: Mapped) -> list[Any]:
@@ -143,7 +143,7 @@ def _aligned_lowered(context: Any, value: Any, mark: Any) -> list[Any]:
 
 
 def _aligned_jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    return _aligned_p.bind(*primals), tangents[0]
+    return aligned_p.bind(*primals), tangents[0]
 
 
 def _aligned_batched(axis_data: Any, values: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, int | None]:
@@ -152,10 +152,10 @@ def _aligned_batched(axis_data: Any, values: Sequence[Any], dims: Sequence[Any])
     if not isinstance(marked, int):
         # Before jax 0.12 what is written into an empty array is batched, and the same for all.
         value = lax.index_in_dim(value, 0, axis, keepdims=False) if batched else value
-        return _aligned_p.bind(value, mark), None
+        return aligned_p.bind(value, mark), None
     shape = (axis_data.size, *np.shape(value))
     value = jnp.moveaxis(value, axis, 0) if batched else jnp.broadcast_to(value, shape)
-    return _aligned_p.bind(value, mark), 0
+    return aligned_p.bind(value, mark), 0
 
 
 _marks_p.def_impl(_marks)
@@ -164,8 +164,8 @@ mlir.register_lowering(_marks_p, mlir.lower_fun(_marks, multiple_results=True))
 ad.primitive_jvps[_marks_p] = _marks_jvp
 batching.fancy_primitive_batchers[_marks_p] = _marks_batched
 
-_aligned_p.def_impl(lambda value, mark: value)
-_aligned_p.def_abstract_eval(lambda value, mark: value)
-mlir.register_lowering(_aligned_p, _aligned_lowered)
-ad.primitive_jvps[_aligned_p] = _aligned_jvp
-batching.fancy_primitive_batchers[_aligned_p] = _aligned_batched
+aligned_p.def_impl(lambda value, mark: value)
+aligned_p.def_abstract_eval(lambda value, mark: value)
+mlir.register_lowering(aligned_p, _aligned_lowered)
+ad.primitive_jvps[aligned_p] = _aligned_jvp
+batching.fancy_primitive_batchers[aligned_p] = _aligned_batched

@@ -5,6 +5,7 @@
 import dataclasses
 import json
 import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -355,7 +356,12 @@ def test_a_ring_that_is_compiled_is_the_one_that_a_call_runs(pattern: str) -> No
         lines = [line.strip() for line in text.splitlines()]
         (begin,) = [number for number, line in enumerate(lines) if "sdy.manual_computation" in line]
         (end,) = [number for number, line in enumerate(lines) if line.startswith("sdy.return")]
-        return lines[begin + 1 : end + 1]
+        # Constants are numbered through the whole program, which has others besides.
+        names: dict[str, str] = {}
+        return [
+            re.sub(r"%\w+", lambda found: names.setdefault(found[0], f"%{len(names)}"), line)
+            for line in lines[begin + 1 : end + 1]
+        ]
 
     ours = body(measure.forced(chain, chosen))
     assert sum("dot_general" in line for line in ours) >= chain.slice.axis_size

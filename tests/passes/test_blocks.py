@@ -27,6 +27,7 @@ from passes.collective import Collective
 from passes.gather_match import call_of
 from passes.graph import Dataflow, Literal, Operand, dataflow
 from passes.hops import Places
+from passes.mapped import aligned_p
 from passes.schedule import WHOLE, Part
 from tests.passes import bodies, spmd
 
@@ -109,6 +110,7 @@ CASES: dict[str, list[Case]] = {
     "mulhi": [of(lax.mulhi, N, M)],
     "one_minus_square": [of(jax.grad(lambda x: jnp.tanh(x).sum()), X)],
     "name": [of(lambda x: checkpoint_name(x, "saved"), X)],
+    "overlap_aligned": [of(lambda x: aligned_p.bind(x, jnp.zeros((), jnp.bool_)), X)],
     "polygamma": [of(lax.polygamma, np.full_like(X, 1), X)],
     "population_count": [of(lax.population_count, N)],
     "pvary": [of(lambda x: lax.pcast(x, "x", to="varying"), SMALL[0])],
