@@ -13,7 +13,9 @@ gradients that are themselves summed over devices, of which the same is true.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+import functools
+import operator
+from collections.abc import Iterable, Mapping, Set
 from typing import Final
 
 from passes import shims
@@ -52,9 +54,12 @@ def held_back(flow: Dataflow, chains: Iterable[Chain], dots: Iterable[int]) -> M
       dots: from which no collective is reached.
     """
     sums = _sums(chains)
+    if not sums:
+        return {}
     every = (1 << len(sums)) - 1
-    needed = _needed(flow, sums, frozenset(dots))
-    return {dot: sums[(every & ~bits).bit_length() - 1] for dot, bits in needed.items() if bits != every}
+    needed = flow.needs([collective.op for collective in sums])
+    missing = {dot: every & ~needed.get(dot, 0) for dot in sorted(dots)}
+    return {dot: sums[bits.bit_length() - 1] for dot, bits in missing.items() if bits}
 
 
 def run_first(flow: Dataflow, chains: Iterable[Chain], dots: Iterable[int]) -> Mapping[int, Collective]:
@@ -69,42 +74,27 @@ def run_first(flow: Dataflow, chains: Iterable[Chain], dots: Iterable[int]) -> M
       dots: from which no collective is reached.
     """
     sums = _sums(chains)
-    last = {number: sums[number].op for number in _awaited_by_none(flow, sums)}
-    others = [number for number in range(len(sums)) if number not in last]
-    needed = _needed(flow, sums, {*dots, *last.values()})
-    first = {}
-    for index, bits in needed.items():
-        among = others if index in last.values() else range(len(sums))
-        import os
-
-        skip = int(os.environ.get("SKIP", "0")) if index in last.values() else 0
-        ahead = [number for number in among if number >= bits.bit_length()][skip:]
-        following = ahead[0] if ahead else None
-        if following is not None:
-            first[_in_final_form(flow, index)] = sums[following]
-    return first
-
-
-def _awaited_by_none(flow: Dataflow, sums: Sequence[Collective]) -> list[int]:
-    """The numbers of the sums whose results no collective, effect or operation with a body needs."""
+    if not sums:
+        return {}
     needed = flow.needs([collective.op for collective in sums])
-    awaited = 0
-    for index, bits in needed.items():
-        if _may_communicate(flow.ops[index]):
-            awaited |= bits
-    return [number for number in range(len(sums)) if not awaited >> number & 1]
+    communicating = (bits for index, bits in needed.items() if _may_communicate(flow.ops[index]))
+    awaited = functools.reduce(operator.or_, communicating, 0)
+    others = [number for number in range(len(sums)) if awaited >> number & 1]
+    last = {sum_.op for number, sum_ in enumerate(sums) if not awaited >> number & 1}
+    waiting = last.union(dots)
+    first = {}
+    for index in flow.live:
+        if index in waiting:
+            among = others if index in last else range(len(sums))
+            behind = needed.get(index, 0).bit_length()
+            following = next((number for number in among if number >= behind), None)
+            if following is not None:
+                first[_in_final_form(flow, index)] = sums[following]
+    return first
 
 
 def _sums(chains: Iterable[Chain]) -> list[Collective]:
     return [chain.collective for chain in chains if not isinstance(chain, AllGatherDot)]
-
-
-def _needed(flow: Dataflow, sums: Sequence[Collective], ops: Set[int]) -> Mapping[int, int]:
-    """The sums that each operation needs: bit n of its number says so of sum n."""
-    if not sums or not ops:
-        return {}
-    needed = flow.needs([collective.op for collective in sums])
-    return {index: needed.get(index, 0) for index in flow.live if index in ops}
 
 
 def _in_final_form(flow: Dataflow, index: int) -> int:
