@@ -442,11 +442,7 @@ def program_order(
             units[ring.chain.collective.op] = ring
             position[ring.chain.collective.op] = min(dot.op for dot in ring.chain.dots)
             units.update((reduction.op, reduction) for reduction in reductions(ring.chain))
-        unit_of = {
-            member: number
-            for number, unit in units.items()
-            for member in (unit.chain if isinstance(unit, Ring) else unit).members
-        }
+        unit_of = {member: number for number, unit in units.items() for member in unit.members}
         waits = {
             (unit_of.get(a, a), unit_of.get(b, b)): (a, b) for (a, b), ring in wished.items() if ring in units
         }

@@ -250,13 +250,11 @@ def _batch(
     axis_data: Any, values: Sequence[Any], dims: Sequence[Any], **params: Any
 ) -> tuple[list[Any], list[int | None]]:
     axes = [dim if isinstance(dim, int) else None for dim in dims]
-    fixed_axes, moved_axes = _split(axes, params["counts"])[:2], _split(axes, params["counts"])[2]
-    primals_batched, tangents_batched = (
-        [axis is not None for axis in a] for a in (fixed_axes[1], moved_axes)
-    )
-    varies = params["depends"](axis_data, primals_batched, tangents_batched)
-    if not any(varies) and not any(isinstance(axis, int) for axis in axes):
+    told = [axis is not None for axis in axes]
+    varies = params["depends"](axis_data, *_split(told, params["counts"])[1:])
+    if not any(varies) and not any(told):
         return _linear_p.bind(*values, **params), [None] * len(varies)
+    *fixed_axes, moved_axes = _split(axes, params["counts"])
     batched = partial(shims.vmap_over(axis_data), in_axes=(*fixed_axes, 0))
     size = axis_data.size
     residuals, primals, tangents = _split(values, params["counts"])
@@ -269,10 +267,10 @@ def _batch(
     results = _linear(push, pull, residuals, primals, tangents, types, params["forward"], params["depends"])
     # What is the same for all has no new dim, as in the program itself (see `Mapped`).
     results = [
-        result if batched else lax.index_in_dim(result, 0, keepdims=False)
-        for result, batched in zip(results, varies, strict=True)
+        result if own else lax.index_in_dim(result, 0, keepdims=False)
+        for result, own in zip(results, varies, strict=True)
     ]
-    return results, [0 if batched else None for batched in varies]
+    return results, [0 if own else None for own in varies]
 
 
 _linear_p.def_impl(lambda *values, **params: jax.jit(partial(_apply, **params))(*values))

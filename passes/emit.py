@@ -25,6 +25,11 @@ class Ring:
     chain: Chain
     schedule: RingSchedule
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The operations that it replaces."""
+        return self.chain.members
+
 
 def emit_ring(flow: Dataflow, ring: Ring, read: Read, rings: Rings) -> dict[int, Any]:
     """Runs a chain as a ring and returns the values that the rest of the program needs, by number."""

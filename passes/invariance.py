@@ -20,7 +20,7 @@ _OF_THE_DEVICE = COLLECTIVES - GATHERS - REDUCTIONS | {
 }
 """Equations that may give something else on each device, whatever they are given."""
 _EXTREMES = frozenset({"pmax", "pmin"})
-_CALLS = frozenset(
+CALLS = frozenset(
     {
         *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"),
         *("custom_jvp_call", "custom_vjp_call"),
@@ -125,7 +125,7 @@ class Invariance:
         if name in _OF_THE_DEVICE:
             return [False] * results
         bodies = () if is_blockwise(name) else tuple(jex_core.jaxprs_in_params(eqn.params))
-        if name in _CALLS and len(bodies) == 1:
+        if name in CALLS and len(bodies) == 1:
             return self._of_body(bodies[0], tuple(given), axes)
         if name in LOOPS:
             return self._of_loop(eqn, given, axes)[1]

@@ -126,9 +126,11 @@ def _first_needing(flow: Dataflow, ops: Iterable[int]) -> Mapping[int, int]:
         needing = {found[value] for value in op.outputs if value in found}
         if index in wanted:
             needing.add(index)
-        for operand in op.inputs if needing else ():
-            if isinstance(operand, int):
-                found[operand] = min({*needing, found.get(operand, max(needing))})
+        if needing:
+            first = min(needing)
+            for operand in op.inputs:
+                if isinstance(operand, int):
+                    found[operand] = min(first, found.get(operand, first))
     return found
 
 

@@ -21,13 +21,9 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from passes import shims
+from passes.invariance import CALLS
 
-_CALLS = frozenset(
-    {
-        *("jit", "pjit", "shard_map", "closed_call", "core_call", "checkpoint", "remat2"),
-        *("custom_jvp_call", "custom_vjp_call"),
-    }
-)
+_CALLS = CALLS | {"shard_map"}
 """Equations of which each result depends on the operands that it depends on in their one jaxpr."""
 
 

@@ -81,8 +81,8 @@ class _Rewriter:
             if not isinstance(unit, int):
                 if isinstance(unit, Ring):
                     env.update(_waiting(plan, unit, env))
-                made = unit.chain.members if isinstance(unit, Ring) else unit.members
-                env.update(_emit(flow, unit, read if twice.readers.isdisjoint(made) else again.read, places))
+                reader = read if twice.readers.isdisjoint(unit.members) else again.read
+                env.update(_emit(flow, unit, reader, places))
                 continue
             op = flow.ops[unit]
             values = list(map(again.read if unit in twice.readers else read, op.inputs))
