@@ -42,7 +42,13 @@ def add_commands(commands: Any) -> None:
         ),
         epilog="All times are predictions of the cost model. docs/cost_model.md tells what they rest on.",
     )
-    parser.add_argument("--pattern", required=True, choices=PATTERNS, help="what stands in the program")
+    parser.add_argument(
+        "--pattern",
+        required=True,
+        choices=PATTERNS,
+        metavar="NAME",
+        help=f"what stands in the program: {', '.join(PATTERNS)}",
+    )
     parser.add_argument(
         "--shape",
         required=True,
