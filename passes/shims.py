@@ -245,9 +245,14 @@ def vmap_over(axis_data: Any) -> Callable[..., Any]:
     return partial(jax.vmap, axis_size=axis_data.size, spmd_axis_name=axis_data.spmd_name or None, **name)
 
 
-def named_axes(jaxpr: Any) -> frozenset[Any]:
-    """The axes that a jaxpr names and does not bind, as a psum does: their effects are told by that name."""
-    return frozenset(effect.name for effect in jaxpr.effects if type(effect).__name__ == "NamedAxisEffect")
+def named_axes(eqn: JaxprEqn) -> frozenset[Any]:
+    """The axes that an equation names and does not bind, as a psum does: their effects are told by that name.
+
+    A ppermute has none.
+    """
+    effects = {effect.name for effect in eqn.effects if type(effect).__name__ == "NamedAxisEffect"}
+    name = eqn.params.get("axis_name", ())
+    return frozenset(effects.union(name if isinstance(name, tuple | list) else (name,)))
 
 
 def batched_type(axis_data: Any, aval: Any) -> Any:
