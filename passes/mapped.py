@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
+from passes import shims
 from passes.dependence import dependence
 
 
@@ -72,8 +72,7 @@ def _marks_batched(
 ) -> tuple[list[Any], list[int | None]]:
     marks = _marks_p.bind(*values, mapped=mapped)
     batched = mapped.results(axis_data, [isinstance(dim, int) for dim in dims])
-    size = axis_data.size
-    marks = [jnp.broadcast_to(m, (size, *m.shape)) if b else m for m, b in zip(marks, batched, strict=True)]
+    marks = [shims.in_front(axis_data, m, None) if b else m for m, b in zip(marks, batched, strict=True)]
     return marks, [0 if b else None for b in batched]
 
 
@@ -90,11 +89,8 @@ def _aligned_batched(axis_data: Any, values: Sequence[Any], dims: Sequence[Any])
     batched = isinstance(axis, int)
     if not isinstance(marked, int):
         # Before jax 0.12 what is written into an empty array is batched, and the same for all.
-        value = lax.index_in_dim(value, 0, axis, keepdims=False) if batched else value
-        return aligned_p.bind(value, mark), None
-    shape = (axis_data.size, *np.shape(value))
-    value = jnp.moveaxis(value, axis, 0) if batched else jnp.broadcast_to(value, shape)
-    return aligned_p.bind(value, mark), 0
+        return aligned_p.bind(shims.one_of(value, axis) if batched else value, mark), None
+    return aligned_p.bind(shims.in_front(axis_data, value, axis if batched else None), mark), 0
 
 
 _marks_p.def_impl(_marks)

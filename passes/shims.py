@@ -26,7 +26,7 @@ from jax.extend import core as jex_core
 from jax.extend.core import primitives
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 OLDEST_JAX: Final = (0, 10, 2)
 """Older ones name the parameters of equations otherwise."""
@@ -253,6 +253,24 @@ def named_axes(eqn: JaxprEqn) -> frozenset[Any]:
     effects = {effect.name for effect in eqn.effects if type(effect).__name__ == "NamedAxisEffect"}
     name = eqn.params.get("axis_name", ())
     return frozenset(effects.union(name if isinstance(name, tuple | list) else (name,)))
+
+
+def in_front(axis_data: Any, value: Any, axis: int | None) -> Any:
+    """A value with that axis in front, where ``vmap`` maps over one of its own or over none.
+
+    What is the same along an axis that lies on a mesh axis of type Explicit is then sharded over that.
+    """
+    return batching.bdim_at_front(value, axis, axis_data.size, axis_data.explicit_mesh_axis)
+
+
+def one_of(value: Any, axis: int) -> Any:
+    """One of the equal parts of a value along an axis, which is not sharded then: no part of one that is."""
+    sharding = jax.typeof(value).sharding
+    entries = [*sharding.spec, *[None] * (value.ndim - len(sharding.spec))]
+    if entries[axis] is not None:
+        entries[axis] = None
+        value = reshard(value, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+    return lax.index_in_dim(value, 0, axis, keepdims=False)
 
 
 def batched_type(axis_data: Any, aval: Any) -> Any:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.overlap.mlp import always, mesh_of, reference
@@ -161,4 +162,37 @@ def test_results_that_are_the_same_for_all_beside_others(
 
     got, wanted = both(always(jitted, policy=policy)), both(jitted)
     assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, wanted)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4), got, wanted)
+
+
+@POLICIES
+def test_examples_along_an_explicit_mesh_axis(policy: Any) -> None:
+    mesh = jax.make_mesh((2, 2), ("y", "x"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    specs = (P("x"), P(None, "x"))
+
+    def gathered(x: Any, w: Any) -> Any:
+        return jnp.sin(lax.all_gather(x, "x", axis=0, tiled=True) @ w)
+
+    with jax.set_mesh(mesh):
+        mapped = jax.shard_map(gathered, in_specs=specs, out_specs=P(None, "x"), axis_names={"x"})
+        jitted = jax.jit(lambda x, w: (mapped(x, w), jnp.sin(w), jnp.ones_like(x)))
+        x, w, examples = (
+            jax.device_put(a, NamedSharding(mesh, spec))
+            for a, spec in ((X, specs[0]), (W, specs[1]), (XS[:2], P("y", "x")))
+        )
+
+        def uses(f: Function) -> Any:
+            def slope(t: Any, w: Any) -> Any:
+                return jax.jvp(f, (t, w), (x, w))
+
+            of_all = jax.vmap(f, in_axes=(0, None), out_axes=(0, None, None))
+
+            def loss(w: Any) -> Any:
+                return sum(jnp.cos(result).sum() for result in of_all(examples, w))
+
+            slopes = jax.vmap(slope, in_axes=(0, None), out_axes=((0, None, 0), (0, None, 0)))
+            return jax.jit(of_all)(examples, w), jax.jit(slopes)(examples, w), jax.jit(jax.grad(loss))(w)
+
+        got, wanted = uses(always(jitted, policy=policy)), uses(jitted)
+    assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, wanted)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-4), got, wanted)
