@@ -25,7 +25,7 @@ from jax._src.mesh import get_concrete_mesh
 from jax.extend import core as jex_core
 from jax.extend.core import primitives
 from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 OLDEST_JAX: Final = (0, 10, 2)
@@ -117,17 +117,21 @@ def calling(closed: Any, name: str) -> Callable[..., list[Any]]:
     """A function that calls a closed jaxpr as a jitted function of that name would, and traces nothing anew.
 
     jax has no public way to make such a call: it is one of a small function, with the jaxpr in its place. A
-    jaxpr with constants of its own is traced anew.
+    jaxpr with constants of its own is traced anew. Arguments that it never reads are left out: they need not
+    be there.
     """
-    if open_jaxpr(closed)[1]:
+    body, constants = open_jaxpr(closed)
+    if constants:
         return jex_core.jaxpr_as_fun(closed)  # type: ignore[no-any-return]
+    body, read = partial_eval.dce_jaxpr(body, [True] * len(body.outvars))
+    closed = jex_core.ClosedJaxpr(body, ())  # type: ignore[attr-defined, unused-ignore]
     params = jax.make_jaxpr(jax.jit(lambda value: value + 1))(0).eqns[0].params
     counts = {"in": len(closed.in_avals), "out": len(closed.out_avals), "donated": len(closed.in_avals)}
     each = {
         key: value * counts[side] for key, value in params.items() if (side := key.split("_")[0]) in counts
     }
     params = {**params, **each, "jaxpr": closed, "name": name}
-    return lambda *arguments: primitives.jit_p.bind(*arguments, **params)
+    return lambda *arguments: primitives.jit_p.bind(*itertools.compress(arguments, read), **params)
 
 
 def loop_constants(eqn: JaxprEqn, body: str) -> int:
