@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
@@ -256,19 +255,16 @@ def _batch(
         return _linear_p.bind(*values, **params), [None] * len(varies)
     *fixed_axes, moved_axes = _split(axes, params["counts"])
     batched = partial(shims.vmap_over(axis_data), in_axes=(*fixed_axes, 0))
-    size = axis_data.size
     residuals, primals, tangents = _split(values, params["counts"])
     tangents = [
-        jnp.broadcast_to(tangent, (size, *tangent.shape)) if axis is None else jnp.moveaxis(tangent, axis, 0)
-        for tangent, axis in zip(tangents, moved_axes, strict=True)
+        shims.in_front(axis_data, tangent, axis) for tangent, axis in zip(tangents, moved_axes, strict=True)
     ]
     types = [shims.batched_type(axis_data, aval) for aval in params["types"]]
     push, pull = batched(params["push"]), batched(params["pull"])
     results = _linear(push, pull, residuals, primals, tangents, types, params["forward"], params["depends"])
     # What is the same for all has no new dim, as in the program itself (see `Mapped`).
     results = [
-        result if own else lax.index_in_dim(result, 0, keepdims=False)
-        for result, own in zip(results, varies, strict=True)
+        result if own else shims.one_of(result, 0) for result, own in zip(results, varies, strict=True)
     ]
     return results, [0 if own else None for own in varies]
 

@@ -19,7 +19,7 @@ _OF_THE_DEVICE = COLLECTIVES - GATHERS - REDUCTIONS | {
     *("ppermute_start", "all_to_all_start", "reduce_scatter_start"),
 }
 """Equations that may give something else on each device, whatever they are given."""
-_EXTREMES = frozenset({"pmax", "pmin"})
+EXTREMES = frozenset({"pmax", "pmin"})
 CALLS = frozenset(
     {
         *("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"),
@@ -116,7 +116,7 @@ class Invariance:
     def _results(self, eqn: Any, given: Sequence[bool], axes: Set[str]) -> Sequence[bool]:
         """Which results of an equation are the same along axes, if its operands are that are said to be."""
         name, results = eqn.primitive.name, len(eqn.outvars)
-        if name in GATHERS | REDUCTIONS | _EXTREMES:
+        if name in GATHERS | REDUCTIONS | EXTREMES:
             groups = eqn.params.get("axis_index_groups")
             if groups is None:
                 return [axes <= set(mesh_axes(eqn)) or all(given)] * results

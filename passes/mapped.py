@@ -9,22 +9,17 @@ in front where they depend, in the original, on an argument that is mapped over,
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from passes import shims
-from passes.invariance import CALLS
-
-_CALLS = CALLS | {"shard_map"}
-"""Equations of which each result depends on the operands that it depends on in their one jaxpr."""
+from passes.dependence import dependence
 
 
 class Mapped:
@@ -41,8 +36,7 @@ class Mapped:
     def __init__(self, jaxpr: Any, used: Sequence[bool]) -> None:
         self.count = len(jaxpr.out_avals)
         self._used = tuple(used)
-        self._names = shims.named_axes(jaxpr)
-        self._links = _links(jaxpr, {})
+        self._dependence = dependence(jaxpr)
 
     def aligned(self, arguments: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         """The results, to be batched where they depend on an argument that is."""
@@ -52,60 +46,9 @@ class Mapped:
         return [aligned_p.bind(result, mark) for result, mark in zip(results, marks, strict=True)]
 
     def results(self, axis_data: Any, arguments: Sequence[bool]) -> list[bool]:
-        """Which results depend on some of the arguments; all, if the program names the axis of a ``vmap``."""
-        if axis_data.name in self._names:
-            return [True] * self.count
+        """Which results differ along the axis of a ``vmap``, if these arguments do."""
         told = iter(arguments)
-        return self._links.reached([used and next(told) for used in self._used])
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Links:
-    """What in a jaxpr depends on what; values are numbers, of which the first are the arguments.
-
-    Attributes:
-      steps: of each equation the operands and the results, and the links of its body where these count; of a
-        loop or branch all results depend on all operands.
-      results: the jaxpr's; None for a literal.
-    """
-
-    steps: tuple[tuple[tuple[int | None, ...], tuple[int, ...], _Links | None], ...]
-    results: tuple[int | None, ...]
-
-    def reached(self, given: Sequence[bool]) -> list[bool]:
-        """Which results depend on some of the arguments."""
-        found = {number for number, told in enumerate(given) if told}
-        for operands, results, inner in self.steps:
-            told = [operand in found for operand in operands]
-            if inner is not None:
-                depends = inner.reached(told)
-                found.update(value for value, reached in zip(results, depends, strict=True) if reached)
-            elif any(told):
-                found.update(results)
-        return [result in found for result in self.results]
-
-
-def _links(jaxpr: Any, known: dict[int, _Links]) -> _Links:
-    """The links of a jaxpr; those of a body that is called twice are shared."""
-    body, _ = shims.open_jaxpr(jaxpr)
-    if id(body) not in known:
-        numbers: dict[Any, int] = {}
-
-        def number(var: Any) -> int:
-            return numbers.setdefault(var, len(numbers))
-
-        def read(atom: Any) -> int | None:
-            return None if shims.is_literal(atom) else number(atom)
-
-        for var in body.invars:
-            number(var)
-        steps = []
-        for eqn in body.eqns:
-            bodies = tuple(jex_core.jaxprs_in_params(eqn.params)) if eqn.primitive.name in _CALLS else ()
-            inner = _links(bodies[0], known) if len(bodies) == 1 else None
-            steps.append((tuple(map(read, eqn.invars)), tuple(map(number, eqn.outvars)), inner))
-        known[id(body)] = _Links(tuple(steps), tuple(map(read, body.outvars)))
-    return known[id(body)]
+        return self._dependence.reached([used and next(told) for used in self._used], axis_data.name)
 
 
 # A mark per result, which is batched where the result is to be; and the result as its mark is.
@@ -129,8 +72,7 @@ def _marks_batched(
 ) -> tuple[list[Any], list[int | None]]:
     marks = _marks_p.bind(*values, mapped=mapped)
     batched = mapped.results(axis_data, [isinstance(dim, int) for dim in dims])
-    size = axis_data.size
-    marks = [jnp.broadcast_to(m, (size, *m.shape)) if b else m for m, b in zip(marks, batched, strict=True)]
+    marks = [shims.in_front(axis_data, m, None) if b else m for m, b in zip(marks, batched, strict=True)]
     return marks, [0 if b else None for b in batched]
 
 
@@ -147,11 +89,8 @@ def _aligned_batched(axis_data: Any, values: Sequence[Any], dims: Sequence[Any])
     batched = isinstance(axis, int)
     if not isinstance(marked, int):
         # Before jax 0.12 what is written into an empty array is batched, and the same for all.
-        value = lax.index_in_dim(value, 0, axis, keepdims=False) if batched else value
-        return aligned_p.bind(value, mark), None
-    shape = (axis_data.size, *np.shape(value))
-    value = jnp.moveaxis(value, axis, 0) if batched else jnp.broadcast_to(value, shape)
-    return aligned_p.bind(value, mark), 0
+        return aligned_p.bind(shims.one_of(value, axis) if batched else value, mark), None
+    return aligned_p.bind(shims.in_front(axis_data, value, axis if batched else None), mark), 0
 
 
 _marks_p.def_impl(_marks)

@@ -25,8 +25,8 @@ from jax._src.mesh import get_concrete_mesh
 from jax.extend import core as jex_core
 from jax.extend.core import primitives
 from jax.extend.mlir.dialects import stablehlo
-from jax.interpreters import ad, batching, mlir
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 OLDEST_JAX: Final = (0, 10, 2)
 """Older ones name the parameters of equations otherwise."""
@@ -117,17 +117,21 @@ def calling(closed: Any, name: str) -> Callable[..., list[Any]]:
     """A function that calls a closed jaxpr as a jitted function of that name would, and traces nothing anew.
 
     jax has no public way to make such a call: it is one of a small function, with the jaxpr in its place. A
-    jaxpr with constants of its own is traced anew.
+    jaxpr with constants of its own is traced anew. Arguments that it never reads are left out: they need not
+    be there.
     """
-    if open_jaxpr(closed)[1]:
+    body, constants = open_jaxpr(closed)
+    if constants:
         return jex_core.jaxpr_as_fun(closed)  # type: ignore[no-any-return]
+    body, read = partial_eval.dce_jaxpr(body, [True] * len(body.outvars))
+    closed = jex_core.ClosedJaxpr(body, ())  # type: ignore[attr-defined, unused-ignore]
     params = jax.make_jaxpr(jax.jit(lambda value: value + 1))(0).eqns[0].params
     counts = {"in": len(closed.in_avals), "out": len(closed.out_avals), "donated": len(closed.in_avals)}
     each = {
         key: value * counts[side] for key, value in params.items() if (side := key.split("_")[0]) in counts
     }
     params = {**params, **each, "jaxpr": closed, "name": name}
-    return lambda *arguments: primitives.jit_p.bind(*arguments, **params)
+    return lambda *arguments: primitives.jit_p.bind(*itertools.compress(arguments, read), **params)
 
 
 def loop_constants(eqn: JaxprEqn, body: str) -> int:
@@ -245,9 +249,32 @@ def vmap_over(axis_data: Any) -> Callable[..., Any]:
     return partial(jax.vmap, axis_size=axis_data.size, spmd_axis_name=axis_data.spmd_name or None, **name)
 
 
-def named_axes(jaxpr: Any) -> frozenset[Any]:
-    """The axes that a jaxpr names and does not bind, as a psum does: their effects are told by that name."""
-    return frozenset(effect.name for effect in jaxpr.effects if type(effect).__name__ == "NamedAxisEffect")
+def named_axes(eqn: JaxprEqn) -> frozenset[Any]:
+    """The axes that an equation names and does not bind, as a psum does: their effects are told by that name.
+
+    A ppermute has none.
+    """
+    effects = {effect.name for effect in eqn.effects if type(effect).__name__ == "NamedAxisEffect"}
+    name = eqn.params.get("axis_name", ())
+    return frozenset(effects.union(name if isinstance(name, tuple | list) else (name,)))
+
+
+def in_front(axis_data: Any, value: Any, axis: int | None) -> Any:
+    """A value with that axis in front, where ``vmap`` maps over one of its own or over none.
+
+    What is the same along an axis that lies on a mesh axis of type Explicit is then sharded over that.
+    """
+    return batching.bdim_at_front(value, axis, axis_data.size, axis_data.explicit_mesh_axis)
+
+
+def one_of(value: Any, axis: int) -> Any:
+    """One of the equal parts of a value along an axis, which is not sharded then: no part of one that is."""
+    sharding = jax.typeof(value).sharding
+    entries = [*sharding.spec, *[None] * (value.ndim - len(sharding.spec))]
+    if entries[axis] is not None:
+        entries[axis] = None
+        value = reshard(value, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
+    return lax.index_in_dim(value, 0, axis, keepdims=False)
 
 
 def batched_type(axis_data: Any, aval: Any) -> Any:

@@ -196,6 +196,14 @@ def test_a_program_without_collectives_is_not_traced_again_and_its_derivative_is
     assert hops(gradient, *arguments) > 0
 
 
+@KEPT
+def test_an_argument_that_a_program_that_is_kept_never_reads(policy: Any) -> None:
+    decorated = always(jax.jit(lambda unread, x, w, v: mlp()(x, w, v)), policy=policy)
+    check(decorated({"unread": 1.0}, *REF.arguments), REF.value())
+    gradient = jax.grad(lambda *args: (decorated(*args) * C).sum(), argnums=(0, 1, 2, 3))
+    check(gradient(1.0, *REF.arguments), (np.zeros(()), *GRADIENTS))
+
+
 def test_eval_shape_on_either_side() -> None:
     jitted = jax.jit(lambda *args: {"y": mlp()(*args), "none": None})
     shape = jax.eval_shape(always(jitted), *REF.arguments)
