@@ -32,7 +32,26 @@ TOP: Final = frozenset(
 )
 """What stands at the top of the repository, beside files whose names begin with a dot."""
 
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+OF_ONE_PROCESS: Final = frozenset(
+    {
+        *("environ", "environb", "getenv", "getpid", "gethostname", "uname", "cpu_count"),
+        *("time", "monotonic", "perf_counter", "process_time", "urandom", "uuid4"),
+        *("process_index", "process_count", "local_devices", "local_device_count", "memory_stats"),
+    }
+)
+"""What differs from one process of a job to another: decisions that read it would part, and the job hang."""
+
 MODULES: Final = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
+DECIDING: Final = [
+    path for path in MODULES if name(path).split("/")[0] != "overlap" and path.stem != "calibration"
+]
+"""The modules that decisions come from; `calibration` also writes files."""
+
 SOURCES: Final = sorted(
     [
         *MODULES,
@@ -41,10 +60,6 @@ SOURCES: Final = sorted(
         *(ROOT / ".ci").rglob("*.py"),
     ]
 )
-
-
-def name(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
 
 
 def imported(path: Path) -> Iterator[str]:
@@ -85,6 +100,17 @@ def test_imports_go_down_the_floors_only(path: Path) -> None:
 @pytest.mark.parametrize("path", [path for path in SOURCES if name(path) != "passes/shims.py"], ids=name)
 def test_private_jax_is_reached_through_the_shims_only(path: Path) -> None:
     assert not [module for module in imported(path) if f"{module}.".startswith("jax._src.")]
+
+
+@pytest.mark.parametrize("path", DECIDING, ids=name)
+def test_decisions_read_nothing_that_another_process_may_see_otherwise(path: Path) -> None:
+    tree = ast.parse(path.read_text("utf-8"))
+    read = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    taken = {module.rsplit(".", 1)[-1] for module in imported(path)}
+    taken |= {
+        alias.name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    assert not OF_ONE_PROCESS & (read | taken)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=name)
