@@ -46,9 +46,10 @@ def made_again(
     """What the program makes again if these chains are rings.
 
     For each ring of a sum: the values that its dots read in blocks, and others made of the same, for
-    operations that need the ring's result and another sum's; what is soon read again need not be made again.
-    And what such operations read where they are rings themselves, of what the ring's result needs. All of it
-    if what is then kept has fewer bytes.
+    operations that need the ring's result and another sum's. What is soon read again need not be made again,
+    but for operations after the program that are no rings, into which it is fused. And what such operations
+    read where they are rings themselves, of what the ring's result needs. All of it if what is then kept has
+    fewer bytes.
 
     Args:
       flow: the dataflow graph.
@@ -74,11 +75,13 @@ def made_again(
     readers: set[int] = set()
     for number, sum_op in enumerate(every):
         following = sum(1 << n for n, op in enumerate(every) if needs.get(op, 0) >> number & 1)
-        if not following:
-            continue
         late = functools.partial(_needs, needs, following)
         cut = cut_once(flow, _dots(rings[sum_op])) if sum_op in rings else ()
-        for values in (cut, *((value,) for value in of_sum.get(sum_op, ()))):
+        if following:
+            together = [tuple(cut), *((value,) for value in of_sum.get(sum_op, ()))]
+        else:
+            together = [] if any(later.get(value, True) for value in cut) else [tuple(cut)]
+        for values in together:
             found, of = _made_of(flow, [value for value in values if value not in makers], again)
             if not found:
                 continue

@@ -213,7 +213,9 @@ def test_results_are_made_again_if_they_are_read_later() -> None:
     # One for one spares nothing; with the other kept anyway it does.
     assert not made(slope).results
     assert made(slope, h).results == {slope, h}
-    assert not made_again(flow, rings, (), {a: False, slope: False}).results
+    # After the last sum as well, but not for a ring, which would read it soon, and as a whole.
+    assert made_again(flow, rings, (), {a: False, slope: False}).results == {a, slope}
+    assert not made_again(flow, rings, (), {a: True, slope: True}).results
 
 
 # In programs.
