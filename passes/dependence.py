@@ -15,7 +15,8 @@ from jax.extend import core as jex_core
 
 from passes import shims
 from passes.graph import GATHERS, REDUCTIONS
-from passes.invariance import CALLS, EXTREMES, LOOPS
+from passes.invariance import CALLS, EXTREMES
+from passes.loops import LOOPS, Loop
 
 _CALLS = CALLS | {"shard_map"}
 """Equations of which each result depends on the operands that it depends on in their one jaxpr."""
@@ -120,22 +121,19 @@ def _conditional(branches: Sequence[Dependence]) -> Rule:
 
 
 def _loop(eqn: Any, known: dict[int, Dependence]) -> Rule:
-    """Of a loop: where it ends at different times all that it carries differs."""
-    names = ("jaxpr",) if eqn.primitive.name == "scan" else ("body_jaxpr", "cond_jaxpr")
-    step, *ends = [(_of(eqn.params[name], known), tuple(shims.loop_operands(eqn, name))) for name in names]
-    carried = shims.loop_carried(eqn)
+    """Of a loop: where it ends at different times all that it makes differs."""
+    loop = Loop.of(eqn)
+    bodies = {name: _of(eqn.params[name], known) for name in loop.operands}
 
     def rule(given: Differs, axis: Any) -> Differs:
-        differ = list(given)
+        def same(name: str, told: Sequence[bool]) -> list[bool]:
+            return _not(bodies[name].reached(_not(told), axis))
 
-        def made(body: Dependence, operands: Sequence[int]) -> list[bool]:
-            return body.reached([differ[operand] for operand in operands], axis)
-
-        while True:
-            before, after = differ[carried], made(*step)
-            differ[carried] = map(any, zip(before, after, strict=False))
-            if differ[carried] == before:
-                apart = any(any(made(*end)) for end in ends)
-                return [apart or told for told in (*before, *after[len(before) :])]
+        return _not(loop.same(_not(given), same)[1])
 
     return rule
+
+
+def _not(told: Sequence[bool]) -> list[bool]:
+    """What differs is not the same, and the other way round."""
+    return [not each for each in told]

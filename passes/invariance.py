@@ -12,6 +12,7 @@ from passes import shims
 from passes.blocks import is_blockwise
 from passes.collective import Collective, mesh_axes
 from passes.graph import COLLECTIVES, GATHERS, REDUCTIONS, Dataflow, Op, Operand
+from passes.loops import LOOPS, Loop
 
 _LOCAL = frozenset({"iota", "dot_general"})
 _OF_THE_DEVICE = COLLECTIVES - GATHERS - REDUCTIONS | {
@@ -27,7 +28,6 @@ CALLS = frozenset(
     }
 )
 """Equations that do no more than run a jaxpr of their operands."""
-LOOPS = ("scan", "while")
 
 
 class Invariance:
@@ -138,21 +138,8 @@ class Invariance:
     def _of_loop(
         self, eqn: Any, given: Sequence[bool], axes: Set[str]
     ) -> tuple[Mapping[str, Sequence[bool]], Sequence[bool]]:
-        """Of a loop which arguments of its bodies are the same in every iteration, and which results.
-
-        Results are so if the loop ends on every device in the same iteration.
-        """
-        bodies = ("jaxpr",) if eqn.primitive.name == "scan" else ("cond_jaxpr", "body_jaxpr")
-        carried, step = shims.loop_carried(eqn), bodies[-1]
-        known = list(given)
-        while True:
-            arguments = {body: [known[i] for i in shims.loop_operands(eqn, body)] for body in bodies}
-            made = {body: self._of_body(eqn.params[body], tuple(arguments[body]), axes) for body in bodies}
-            before = known[carried]
-            known[carried] = [*map(all, zip(before, made[step], strict=False))]
-            if known[carried] == before:
-                ends = step == "jaxpr" or all(made["cond_jaxpr"])
-                return arguments, [ends and same for same in (*before, *made[step][len(before) :])]
+        """Of a loop which arguments of its bodies are the same in every iteration, and which results."""
+        return Loop.of(eqn).same(given, lambda body, told: self._of_body(eqn.params[body], tuple(told), axes))
 
     def _of_body(self, jaxpr: Any, given: tuple[bool, ...], axes: Set[str]) -> Sequence[bool]:
         """Which results of a jaxpr are the same; looked into once, however often it is called."""

@@ -18,7 +18,8 @@ from passes.decide import Decision, Policy, TryOut, Unit, decide, program_order,
 from passes.emit import Ring
 from passes.epilogue import with_epilogues
 from passes.graph import COLLECTIVES, Dataflow, Op, Operand, dataflow
-from passes.invariance import LOOPS, Invariance
+from passes.invariance import Invariance
+from passes.loops import LOOPS
 from passes.made_again import MadeAgain, made_again, read_by_rings
 from passes.match import match_dataflow
 from passes.network import Network

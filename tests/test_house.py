@@ -32,11 +32,6 @@ TOP: Final = frozenset(
 )
 """What stands at the top of the repository, beside files whose names begin with a dot."""
 
-
-def name(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
-
-
 OF_ONE_PROCESS: Final = frozenset(
     {
         *("environ", "environb", "getenv", "getpid", "gethostname", "uname", "cpu_count"),
@@ -48,7 +43,7 @@ OF_ONE_PROCESS: Final = frozenset(
 
 MODULES: Final = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
 DECIDING: Final = [
-    path for path in MODULES if name(path).split("/")[0] != "overlap" and path.stem != "calibration"
+    path for path in MODULES if path.relative_to(ROOT).parts[0] != "overlap" and path.stem != "calibration"
 ]
 """The modules that decisions come from; `calibration` also writes files."""
 
@@ -60,6 +55,10 @@ SOURCES: Final = sorted(
         *(ROOT / ".ci").rglob("*.py"),
     ]
 )
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
 
 
 def imported(path: Path) -> Iterator[str]:
