@@ -101,13 +101,11 @@ def _options(arguments: argparse.Namespace) -> tuple[Hardware | None, tuple[int,
       ValueError: one of them is unknown, they contradict each other, or only the chips' number is given.
       OSError: the hardware's file cannot be read.
     """
-    named, chips = (None, None) if arguments.topology is None else tpu_slice.read_shape(arguments.topology)
     hardware = None if arguments.hardware is None else hardware_of(arguments.hardware)
-    if named is not None and hardware is not None and hardware.name != named:
-        raise ValueError(f"--topology {arguments.topology} is {named}, and --hardware says {hardware.name}")
-    if named is not None and hardware is None:
-        hardware = hardware_of(named)
-    if chips is not None and hardware is None:
+    if arguments.topology is None:
+        return hardware, None
+    hardware, chips = tpu_slice.slice_on(arguments.topology, hardware)
+    if hardware is None:
         raise ValueError(f"--topology {arguments.topology} needs --hardware, or its name, such as v5p:2x2x4")
     return hardware, chips
 

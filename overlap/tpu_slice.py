@@ -12,7 +12,21 @@ from typing import Final
 import cost_model
 from cost_model import Hardware
 
-MOST_CHIPS: Final = 9216
+PODS: Final = {
+    "tpu_v4": (16, 16, 16),
+    "tpu_v5e": (16, 16),
+    "tpu_v5p": (16, 20, 28),
+    "tpu_v6e": (16, 16),
+    "tpu_7x": (16, 24, 24),
+}
+"""Chips of each TPU's pod, its largest slice, along each dimension.
+
+Of three dimensions an optical switch joins cubes of 64 chips in any order, so that a slice may be longer.
+
+Source: https://cloud.google.com/tpu/docs, "System architecture" of each version.
+"""
+
+MOST_CHIPS: Final = max(map(math.prod, PODS.values()))
 """Chips of the largest pod there is, one of TPU7x."""
 
 
@@ -55,12 +69,27 @@ def slice_on(text: str, hardware: Hardware | None) -> tuple[Hardware | None, tup
     """The hardware of a slice, by its name if none is given; None if it has none; and its chips.
 
     Raises:
-      ValueError: as `read_shape`, or the name is that of other hardware.
+      ValueError: as `read_shape`, the name is that of other hardware, or its pods are smaller.
     """
     name, shape = read_shape(text)
     if name is not None and hardware is not None and hardware.name != name:
         raise ValueError(f"--topology {text} is {name}, and --hardware says {hardware.name}")
-    return hardware or (None if name is None else cost_model.by_name(name)), shape
+    hardware = hardware or (None if name is None else cost_model.by_name(name))
+    if hardware is not None:
+        _check_pod(text, shape, hardware)
+    return hardware, shape
+
+
+def _check_pod(text: str, shape: Sequence[int], hardware: Hardware) -> None:
+    """Raises `ValueError` where a pod of the hardware is too small for a slice."""
+    pod = PODS.get(hardware.name)
+    if pod is None:
+        return
+    sides = [chips for chips in shape if chips > 1]
+    flat = len(pod) == 2
+    if math.prod(sides) > math.prod(pod) or (flat and (len(sides) > 2 or max(sides, default=1) > max(pod))):
+        most = "×".join(map(str, pod))
+        raise ValueError(f"--topology {text} is no slice of {hardware.name}: its pods have {most} chips")
 
 
 def devices(

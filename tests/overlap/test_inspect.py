@@ -190,6 +190,16 @@ class TestSlice:
         with pytest.raises(ValueError, match="too large: the largest pod has 9,216 chips"):
             tpu_slice.read_shape("v5p:100x100x100")
 
+    @pytest.mark.parametrize("text", ["v5e:4x4x4", "v6e:8x32", "v5e:17", "v5p:24x24x16", "v4:4x4x512"])
+    def test_no_slice_is_larger_than_a_pod_of_its_chips(self, text: str) -> None:
+        with pytest.raises(ValueError, match=f"{text} is no slice of tpu_.*: its pods have 16×"):
+            tpu_slice.slice_on(text, None)
+
+    @pytest.mark.parametrize("text", ["v5e:4x4x1", "v6e:16x16", "v5p:16x20x28", "v4:4x4x256", "16x24x24"])
+    def test_slices_of_a_pod(self, text: str) -> None:
+        _, shape = tpu_slice.slice_on(text, None)
+        assert "x".join(map(str, shape)) == text.split(":")[-1]
+
 
 SCRIPT = """
 import json, sys

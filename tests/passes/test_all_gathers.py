@@ -187,12 +187,12 @@ def scatter(x, w):
 
 CASES = {
     "gather_free": (gather_free, (4096, 8192), (8192, 20480), (P("x"), P(None, "x")), P(None, "x")),
-    "gather_contracting": (gather_contracting, (16384, 8192), (8192, 16384), (P("x"), P("x")), P("x")),
+    "gather_contracting": (gather_contracting, (8192, 4096), (4096, 2048), (P("x"), P("x")), P("x")),
     "of_few_rows": (gather_contracting, (16384, 5120), (5120, 20480), (P("x"), P("x")), P("x")),
     "few_columns": (gather_contracting, (17472, 8192), (8192, 2048), (P("x"), P("x")), P("x")),
     "gather_batch": (gather_batch, (16, 16384, 5120), (16, 5120, 5120), (P(None, "x"), P("x")), P(None, "x")),
-    "psum": (psum, (16384, 16384), (16384, 8192), (P(None, "x"), P("x")), P()),
-    "scatter": (scatter, (16384, 16384), (16384, 8192), (P(None, "x"), P("x")), P("x")),
+    "psum": (psum, (8192, 8192), (8192, 4096), (P(None, "x"), P("x")), P()),
+    "scatter": (scatter, (4096, 8192), (8192, 2048), (P(None, "x"), P("x")), P("x")),
 }
 found = {}
 for name in names:
@@ -229,28 +229,22 @@ def test_sparse_cores_work_beside_the_dots() -> None:
 
 
 @needs_libtpu
-def test_on_v5e_dots_run_all_gathers_beside_them() -> None:
-    """What `Hardware.offloaded` says of v5e, by its compiler."""
-    (found,) = told_by(SCRIPT, "v5e:2x4", "tpu_v5e", "gather_contracting").values()
-    schedule, original, ours = found
-    assert "all_gathers in turn, cut across" in schedule
-    assert ours[0] < 0.75 * original[0]
-    assert ours[1] < 0.6 * original[1]
-
-
-@needs_libtpu
 @pytest.mark.parametrize(
-    ("name", "slice_name", "chip", "gain"),
+    ("name", "slice_name", "chip", "gain", "exposed"),
     [
-        ("of_few_rows", "v5e:2x4", "tpu_v5e", 0.62),
-        ("gather_batch", "tpu7x:2x2x2", "tpu_7x", 0.85),
-        ("few_columns", "tpu7x:2x2x1", "tpu_7x", 0.92),
+        ("of_few_rows", "v5e:2x4", "tpu_v5e", 0.62, 0.1),
+        ("gather_batch", "tpu7x:2x2x2", "tpu_7x", 0.85, 0.6),
+        ("few_columns", "tpu7x:2x2x1", "tpu_7x", 0.92, 0.6),
     ],
 )
-def test_strips_lie_by_rows_and_take_turns(name: str, slice_name: str, chip: str, gain: float) -> None:
+def test_strips_lie_by_rows_and_take_turns(
+    name: str, slice_name: str, chip: str, gain: float, exposed: float
+) -> None:
     """Laid out by columns the first took 0.69 of the original, and the second, its dots after all gathers,
-    1.05. The third took 0.97: the compiler had changed the places of its operands.
+    1.05. The third took 0.97: the compiler had changed the places of its operands. The first shows as well
+    what `Hardware.offloaded` says of v5e: dots run all gathers beside them.
     """
     schedule, original, ours = told_by(SCRIPT, slice_name, chip, name)[name]
     assert "all_gathers in turn, cut across" in schedule
     assert ours[0] < gain * original[0]
+    assert ours[1] < exposed * original[1]
