@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -28,7 +29,8 @@ class Trials:
     """Compiles and times the schedules of chains, and their rings together, once: a ``passes.TryOut``.
 
     ``verify`` models the time of what the compiler made. ``autotune`` runs it; where the devices are not
-    there, or belong to some of the job's processes only, it verifies. Where the devices are those of all
+    there, or belong to some of the job's processes only, it verifies. A chain whose mesh has devices of
+    another kind than the hardware is not verified: the cost model decides. Where the devices are those of all
     processes of a job, these go by what process 0 found: they differ in what they measure, keep in their
     caches, and have memory to compile. All must then come to the same chains in the same order, as they do
     when they all run one program.
@@ -53,6 +55,7 @@ class Trials:
         self._cache = cache
         self._targets: dict[Any, tuple[Target, dict[str, Any]] | None] = {}
         self._found: dict[str, Times | None] = {}
+        self._warned = False
         # Read before somebody edits the sources of the code that is running.
         trial_target.emission()
 
@@ -73,6 +76,8 @@ class Trials:
             if times is None and program.whole:
                 return None
         if times is None:
+            if not self._told_by_schedules(target):
+                return None
             kind = "modelled"
             times = self._times("verify", program, jaxpr, choices, target, description)
         return None if times is None else choose(times, choices, kind)
@@ -91,6 +96,28 @@ class Trials:
             return None
         target = Target(mesh, hardware, self._compiler_options)
         return target, target.description()
+
+    def _told_by_schedules(self, target: Target) -> bool:
+        """Whether the schedules of the mesh's compiler are those of the hardware: else, with a warning, not.
+
+        A given hardware need not be that of the devices, as where a laptop's mesh stands for a TPU's. GPUs
+        of one maker have one compiler, however many products.
+        """
+        hardware, device = target.hardware, target.devices[0]
+        if not hardware.device_kinds or device.device_kind in hardware.device_kinds:
+            return True
+        if device.platform == "gpu" and hardware.network == "switch":
+            return True
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"policy='verify' compiles for the mesh's devices ({device.device_kind}), whose schedules "
+                f"tell nothing of {hardware.name}: the cost model decides, as under policy='auto'. Make the "
+                f"mesh of devices of {hardware.name}; jax.experimental.topologies has such as are not there.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return False
 
     def _times(
         self,

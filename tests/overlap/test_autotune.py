@@ -22,7 +22,7 @@ from overlap.schedule_cache import VARIABLE
 from overlap.trial_target import COMPILE_ONLY, Target
 from tests.overlap.mlp import check, hops, mesh_of, mlp, reference
 from tests.overlap.test_multi_process import START, run
-from tests.overlap.trial_programs import SCHEDULES, Compiler, chain, gather, mapped, trials
+from tests.overlap.trial_programs import SCHEDULES, UNTOLD, Compiler, chain, gather, mapped, trials
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +180,7 @@ class TestDecision:
             autotune, "race", lambda runs, *_: [1.0, *(0.5 + i / 10 for i in range(len(runs) - 1))]
         )
         function = overlap_collectives(
-            mapped(gather, mesh_of()), policy="autotune", hardware="tpu_v5p", strict=True
+            mapped(gather, mesh_of()), policy="autotune", hardware=UNTOLD, strict=True
         )
         x, w = (np.arange(size, dtype=np.float32).reshape(-1, 16) / size for size in (512, 384))
         (site,) = function.explain(x, w.T).sites
@@ -436,7 +436,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from overlap import autotune
 from tests.overlap.mlp import mesh_of, mlp, reference
-from tests.overlap.trial_programs import gather, mapped
+from tests.overlap.trial_programs import UNTOLD, gather, mapped
 
 os.environ["OVERLAP_CACHE_DIR"] = f"{what}/process_{index}"
 wanted = reference()
@@ -454,7 +454,7 @@ def fail(*_):
 
 def decorated():
     function = overlap_collectives(
-        jax.jit(mlp(mesh_of(4))), policy="autotune", hardware="tpu_v5p", strict=True
+        jax.jit(mlp(mesh_of(4))), policy="autotune", hardware=UNTOLD, strict=True
     )
     result = multihost_utils.process_allgather(function(*wanted.arguments), tiled=True)
     report = json.loads(function.explain(*wanted.arguments).to_json())
@@ -463,7 +463,7 @@ def decorated():
 
 def verified():
     chain = mapped(gather, mesh_of(4))
-    function = overlap_collectives(chain, policy="verify", hardware="tpu_v5p", strict=True)
+    function = overlap_collectives(chain, policy="verify", hardware=UNTOLD, strict=True)
     shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((32, 16), (16, 24))]
     return json.loads(function.explain(*shapes).to_json())["sites"][0]["sentence"]
 
@@ -508,7 +508,7 @@ from overlap import autotune, processes, verify
 from overlap.trial_target import Target
 from overlap.trial_times import Failed, Timed, Times
 from tests.overlap.mlp import mesh_of
-from tests.overlap.trial_programs import Compiler, gather, mapped
+from tests.overlap.trial_programs import UNTOLD, Compiler, gather, mapped
 
 shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((32, 16), (16, 24))]
 sample_s, calls = autotune._sample_s, []
@@ -523,7 +523,7 @@ def failing(*arguments):
 
 def sentence(policy):
     chain = mapped(gather, mesh_of(4))
-    function = overlap_collectives(chain, policy=policy, hardware="tpu_v5p", strict=True)
+    function = overlap_collectives(chain, policy=policy, hardware=UNTOLD, strict=True)
     return json.loads(function.explain(*shapes).to_json())["sites"][0]["sentence"]
 
 os.environ["OVERLAP_CACHE_DIR"] = ""

@@ -16,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 from overlap import Site, overlap_collectives
 from passes import shims
 from tests.overlap.mlp import SPECS, always, check, mesh_of, reference, shard_body
-from tests.overlap.trial_programs import Compiler
+from tests.overlap.trial_programs import UNTOLD, Compiler
 
 REF = reference()
 
-verified: Any = functools.partial(overlap_collectives, policy="verify", hardware="tpu_v5p", strict=True)
+verified: Any = functools.partial(overlap_collectives, policy="verify", hardware=UNTOLD, strict=True)
 
 
 def program(x: Any, w: Any, v: Any) -> Any:

@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from overlap.schedule_cache import VARIABLE
 from tests.libtpu import needs_libtpu
 from tests.overlap.mlp import check, hops, mesh_of, mlp, reference
 from tests.overlap.test_compile_only import ROOT
-from tests.overlap.trial_programs import Compiler, chain, gather, mapped, trials
+from tests.overlap.trial_programs import UNTOLD, Compiler, chain, gather, mapped, trials
 
 NO_MEMORY = jax.errors.JaxRuntimeError("INTERNAL: the compiler gave up")
 
@@ -153,7 +153,7 @@ class TestPolicy:
         times[fastest] = 50
         compiler(monkeypatch, 100, times)
         wanted = reference()
-        function = overlap_collectives(jax.jit(mlp()), policy="verify", hardware="tpu_v5p", strict=True)
+        function = overlap_collectives(jax.jit(mlp()), policy="verify", hardware=UNTOLD, strict=True)
         check(function(*wanted.arguments), wanted.value())
         assert hops(function, *wanted.arguments) > 0
         gradients = jax.grad(lambda *a: (function(*a) * wanted.cotangent).sum(), argnums=(0, 1, 2))
@@ -161,7 +161,7 @@ class TestPolicy:
 
     def test_report_tells_both_times(self, monkeypatch: pytest.MonkeyPatch) -> None:
         compiler(monkeypatch, 100, [60])
-        function = overlap_collectives(jax.jit(mlp()), policy="verify", hardware="tpu_v5p", strict=True)
+        function = overlap_collectives(jax.jit(mlp()), policy="verify", hardware=UNTOLD, strict=True)
         text = " ".join(function.explain(*reference().arguments).text(120).split())
         assert "2 of 2 collectives rewritten" in text
         assert "tried_faster (sites 1, 2): A ring was compiled for this target and found faster." in text
@@ -179,9 +179,7 @@ class TestPolicy:
             return stand_in(*arguments)
 
         monkeypatch.setattr("overlap.verify.modelled", modelled)
-        function = overlap_collectives(
-            jax.jit(mlp(mesh_of())), policy="verify", hardware="tpu_v5p", strict=True
-        )
+        function = overlap_collectives(jax.jit(mlp(mesh_of())), policy="verify", hardware=UNTOLD, strict=True)
         if not wanted:
             gc.disable()
         try:
@@ -198,7 +196,7 @@ class TestPolicy:
             for shape in ((8192, 8192), (8192, 32768), (32768, 8192))
         ]
         reports = [
-            overlap_collectives(jax.jit(mlp()), policy=policy, hardware="tpu_v5p", strict=True).explain(
+            overlap_collectives(jax.jit(mlp()), policy=policy, hardware=UNTOLD, strict=True).explain(
                 *arguments
             )  # type: ignore[call-overload]
             for policy in ("verify", "auto")
@@ -214,7 +212,7 @@ class TestPolicy:
 
         used = compiler(monkeypatch, 100, [60])
         function = overlap_collectives(
-            mapped(layers, mesh_of()), policy="verify", hardware="tpu_v5p", strict=True
+            mapped(layers, mesh_of()), policy="verify", hardware=UNTOLD, strict=True
         )
         arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((32, 16), (16, 64))]
         report = function.explain(*arguments)
@@ -227,7 +225,7 @@ class TestPolicy:
     ) -> None:
         forward = compiler(monkeypatch, 100, [130])
         wanted = reference()
-        function = overlap_collectives(jax.jit(mlp()), policy="verify", hardware="tpu_v5p", strict=True)
+        function = overlap_collectives(jax.jit(mlp()), policy="verify", hardware=UNTOLD, strict=True)
         gradients = jax.grad(lambda *a: (function(*a) * wanted.cotangent).sum(), argnums=(0, 1, 2))
         assert hops(function, *wanted.arguments) == 0
         assert forward.originals == 2
@@ -242,6 +240,25 @@ class TestPolicy:
         assert {site.reason for site in report.sites} == {"unknown_hardware"}
         assert used.compiled == 0
 
+    @pytest.mark.parametrize("policy", ["verify", "autotune"])
+    def test_another_kind_s_schedules_tell_nothing(
+        self, monkeypatch: pytest.MonkeyPatch, policy: Literal["verify", "autotune"]
+    ) -> None:
+        """XLA:CPU's of a TPU; what the cost model says stands, with one warning."""
+        used = compiler(monkeypatch, 100, [60])
+        monkeypatch.setattr("overlap.autotune.measurable", lambda target: False)
+        arguments = reference().arguments
+        auto = overlap_collectives(jax.jit(mlp()), hardware="tpu_v5p", strict=True).explain(*arguments)
+        function = overlap_collectives(jax.jit(mlp()), policy=policy, hardware="tpu_v5p", strict=True)
+        with pytest.warns(RuntimeWarning) as warned:
+            assert function.explain(*arguments) == auto
+            assert function.lower(*arguments)
+        (warning,) = warned
+        assert "compiles for the mesh's devices (cpu), whose schedules tell nothing of tpu_v5p" in str(
+            warning.message
+        )
+        assert used.compiled == 0
+
     def test_compiler_options_of_the_user_are_the_chains_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen = []
 
@@ -252,7 +269,7 @@ class TestPolicy:
         monkeypatch.setattr("overlap.verify.modelled", model)
         options = {"xla_embed_ir_in_executable": True}
         function = jax.jit(mlp(), compiler_options=options)
-        overlap_collectives(function, policy="verify", hardware="tpu_v5p").explain(*reference().arguments)
+        overlap_collectives(function, policy="verify", hardware=UNTOLD).explain(*reference().arguments)
         assert seen
         assert all(each == options for each in seen)
 
