@@ -1,7 +1,7 @@
 """The time of one whole collective on one mesh axis, and of one hop.
 
-Formulas of the scaling book ("Sharded Matrices and How to Multiply Them"), for a ring (an axis with
-wraparound, both directions of every link in use), a line (a torus axis without wraparound) and a switch.
+After the scaling book ("Sharded Matrices and How to Multiply Them"), for a ring (an axis with wraparound, both
+directions of every link in use), a line (a torus axis without wraparound) and a switch.
 `full_bytes` is always V, the bytes of the whole array: what every device holds after an all_gather, and
 before a reduce_scatter or an all_reduce. W is the bandwidth of an axis's links, both directions together, P
 the axis size.
@@ -36,12 +36,19 @@ def hop_s(shard_bytes: float, hardware: Hardware, *, distance: int = 1) -> float
     return max(hops * hardware.hop_latency_s, shard_bytes / hardware.axis_bytes_per_s)
 
 
-def all_gather_s(full_bytes: float, axis_size: int, hardware: Hardware) -> float:
+def all_gather_s(full_bytes: float, axis_size: int, hardware: Hardware, *, book: bool = False) -> float:
     """Seconds to gather an array of `full_bytes` from its shards.
 
-    Ring: half of the shards arrive from each side, P/2 hops of max(latency, V / (P · W/2)): V/W for a large
-    array. Line: the shards of one end cross to the other, P-1 hops. Switch: a device receives P-1 shards
-    through its own links, all peers at once, so the latency counts once.
+    Ring: P-1 shards arrive through two links, max(⌊P/2⌋ · latency, (P-1)/P · V/W). Line: the shards of one end
+    cross to the other, P-1 hops. Switch: a device receives P-1 shards through its own links, all peers at
+    once, so the latency counts once.
+
+    Args:
+      full_bytes: V.
+      axis_size: P.
+      hardware: one device and its links.
+      book: on a ring counts V bytes, though a device has its own shard: the scaling book's formula, P/2 hops of
+        max(latency, V / (P · W/2)), V/W for a large array.
     """
     check(full_bytes, axis_size, hardware)
     if axis_size == 1:
@@ -49,24 +56,32 @@ def all_gather_s(full_bytes: float, axis_size: int, hardware: Hardware) -> float
     shard_bytes = full_bytes / axis_size
     if hardware.network == "switch":
         return hop_s((axis_size - 1) * shard_bytes, hardware)
-    hops = axis_size / 2 if hardware.has_wraparound(axis_size) else axis_size - 1
-    return hops * hop_s(shard_bytes, hardware)
+    if not hardware.has_wraparound(axis_size):
+        return (axis_size - 1) * hop_s(shard_bytes, hardware)
+    if book:
+        return axis_size / 2 * hop_s(shard_bytes, hardware)
+    return hop_s((axis_size - 1) / 2 * shard_bytes, hardware, distance=axis_size // 2)
 
 
-def reduce_scatter_s(full_bytes: float, axis_size: int, hardware: Hardware) -> float:
+def reduce_scatter_s(full_bytes: float, axis_size: int, hardware: Hardware, *, book: bool = False) -> float:
     """Seconds to reduce arrays of `full_bytes` and scatter the result: as its mirror, the all_gather."""
-    return all_gather_s(full_bytes, axis_size, hardware)
+    return all_gather_s(full_bytes, axis_size, hardware, book=book)
 
 
-def all_reduce_s(full_bytes: float, axis_size: int, hardware: Hardware) -> float:
-    """Seconds to reduce arrays of `full_bytes` on every device: a reduce_scatter, then an all_gather."""
-    return reduce_scatter_s(full_bytes, axis_size, hardware) + all_gather_s(full_bytes, axis_size, hardware)
+def all_reduce_s(full_bytes: float, axis_size: int, hardware: Hardware, *, book: bool = False) -> float:
+    """Seconds to reduce arrays of `full_bytes` on every device.
+
+    A reduce_scatter, then an all_gather; or, for few bytes, every device sends its whole array to all others,
+    which pays the latency once.
+    """
+    in_two_s = 2 * all_gather_s(full_bytes, axis_size, hardware, book=book)
+    return min(in_two_s, all_gather_s(axis_size * full_bytes, axis_size, hardware, book=book))
 
 
 def all_to_all_s(full_bytes: float, axis_size: int, hardware: Hardware) -> float:
     """Seconds to move the sharding of an array of `full_bytes`, all shards together, to another dimension.
 
-    Ring: a quarter of the all_gather, V / 4W. Line: the middle link carries ⌊P/2⌋·⌈P/2⌉ of the P² blocks each
+    Ring: a quarter of the book's all_gather, V / 4W. Line: the middle link carries ⌊P/2⌋·⌈P/2⌉ of the P² blocks each
     way. Switch: a device sends P-1 blocks. On a torus the farthest block sets a latency of P/2 or P-1 hops.
     """
     check(full_bytes, axis_size, hardware)

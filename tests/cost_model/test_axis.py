@@ -95,11 +95,21 @@ def test_a_step_on_an_axis_of_unknown_place_is_a_hop_of_its_own_ring() -> None:
     assert axis.orders == ()
 
 
-def test_collectives_on_an_axis_of_unknown_place_are_those_of_the_book() -> None:
+def test_collectives_on_an_axis_of_unknown_place_are_those_of_a_ring_of_its_own() -> None:
     axis = Axis(V5E, 16)
     assert axis.all_gather_s(1e9) == all_gather_s(1e9, 16, V5E) == axis.reduce_scatter_s(1e9)
     assert axis.all_reduce_s(1e9) == all_reduce_s(1e9, 16, V5E)
     assert axis.all_to_all_s(1e9) == all_to_all_s(1e9, 16, V5E)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+def test_the_same_axis_costs_the_same_with_and_without_its_devices(size: int) -> None:
+    axis = Axis(V5P, size)
+    placed = Axis.of(Topology.axis(size, V5P), (tuple(range(size)),))
+    for moved_bytes in (1e3, 1e6, 1e9):
+        assert axis.all_gather_s(moved_bytes) == pytest.approx(placed.all_gather_s(moved_bytes))
+        assert axis.all_reduce_s(moved_bytes) == pytest.approx(placed.all_reduce_s(moved_bytes))
+        assert axis.all_to_all_s(moved_bytes) == pytest.approx(placed.all_to_all_s(moved_bytes))
 
 
 def test_one_device_waits_for_nobody() -> None:

@@ -109,9 +109,9 @@ class TestTerms:
         (dot,) = found.dots
         assert dot.seconds == matmul_s(Matmul(m=8192, k=8192, n=2048), V5P, rhs_on_chip=True)
         assert dot.bound == "compute"
-        # V/W through both directions of a v5p ring.
+        # 15 shards through both directions of a v5p ring.
         assert found.collective.full_bytes == 8192 * 8192 * 2
-        assert found.collective.seconds == pytest.approx(8192 * 8192 * 2 / 1.8e11)
+        assert found.collective.seconds == pytest.approx(15 / 16 * 8192 * 8192 * 2 / 1.8e11)
         assert found.collective.bound == "bandwidth"
         # Half a shard of 8 MiB each way.
         assert found.best.step_hop_s == pytest.approx(2**22 / 9e10)

@@ -69,13 +69,16 @@ def test_only_what_a_chip_lacks_has_to_arrive() -> None:
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8, 16, 32])
 @pytest.mark.parametrize("hardware", [_V4, _V5E, _V5P, _H100], ids=lambda hardware: hardware.name)
 @pytest.mark.parametrize("full_bytes", [1e2, 1e6, 1e9])
+@pytest.mark.parametrize("book", [False, True])
 def test_one_axis_alone_agrees_with_the_formulas_for_axes(
-    size: int, hardware: Hardware, full_bytes: float
+    size: int, hardware: Hardware, full_bytes: float, book: bool
 ) -> None:
     groups, topology = everyone(size), Topology.axis(size, hardware)
-    expected = collectives.all_gather_s(full_bytes, size, hardware)
-    assert all_gather_s(full_bytes, groups, topology, book=True) == pytest.approx(expected)
-    assert reduce_scatter_s(full_bytes, groups, topology, book=True) == pytest.approx(expected)
+    expected = collectives.all_gather_s(full_bytes, size, hardware, book=book)
+    assert all_gather_s(full_bytes, groups, topology, book=book) == pytest.approx(expected)
+    assert reduce_scatter_s(full_bytes, groups, topology, book=book) == pytest.approx(expected)
+    expected = collectives.all_reduce_s(full_bytes, size, hardware, book=book)
+    assert all_reduce_s(full_bytes, groups, topology, book=book) == pytest.approx(expected)
     exchange_s = collectives.all_to_all_s(full_bytes, size, hardware)
     assert all_to_all_s(full_bytes, groups, topology) == pytest.approx(exchange_s)
 

@@ -181,7 +181,7 @@ class TestTheCommand:
         assert "all_gather of 128.0 MiB" in out and "rewriting pays." in out
         assert "tokens per device, here 512: pays from " in out
         assert "devices on the axis, here 16: " in out
-        assert "links of the axis, one way, here 90 GB/s: pays below " in out
+        assert "links of the axis, one way, here 90 GB/s: pays from " in out
 
     def test_no_line_is_wider_than_a_terminal(self, capsys: pytest.CaptureFixture[str]) -> None:
         for options in (ON_16, (*GIVEN, "--topology", "v5p:4x4x4", "--cut", "k")):
