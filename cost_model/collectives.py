@@ -1,7 +1,7 @@
 """The time of one whole collective on one mesh axis, and of one hop.
 
-After the scaling book ("Sharded Matrices and How to Multiply Them"), for a ring (an axis with wraparound, both
-directions of every link in use), a line (a torus axis without wraparound) and a switch.
+After the scaling book ("Sharded Matrices and How to Multiply Them"), for a ring (an axis with wraparound,
+both directions of every link in use), a line (a torus axis without wraparound) and a switch.
 `full_bytes` is always V, the bytes of the whole array: what every device holds after an all_gather, and
 before a reduce_scatter or an all_reduce. W is the bandwidth of an axis's links, both directions together, P
 the axis size.
@@ -39,16 +39,16 @@ def hop_s(shard_bytes: float, hardware: Hardware, *, distance: int = 1) -> float
 def all_gather_s(full_bytes: float, axis_size: int, hardware: Hardware, *, book: bool = False) -> float:
     """Seconds to gather an array of `full_bytes` from its shards.
 
-    Ring: P-1 shards arrive through two links, max(⌊P/2⌋ · latency, (P-1)/P · V/W). Line: the shards of one end
-    cross to the other, P-1 hops. Switch: a device receives P-1 shards through its own links, all peers at
-    once, so the latency counts once.
+    Ring: P-1 shards arrive through two links, max(⌊P/2⌋ · latency, (P-1)/P · V/W). Line: the shards of one
+    end cross to the other, P-1 hops. Switch: a device receives P-1 shards through its own links, all peers
+    at once, so the latency counts once.
 
     Args:
       full_bytes: V.
       axis_size: P.
       hardware: one device and its links.
-      book: on a ring counts V bytes, though a device has its own shard: the scaling book's formula, P/2 hops of
-        max(latency, V / (P · W/2)), V/W for a large array.
+      book: on a ring counts V bytes, though a device has its own shard: the scaling book's formula, P/2 hops
+        of max(latency, V / (P · W/2)), V/W for a large array.
     """
     check(full_bytes, axis_size, hardware)
     if axis_size == 1:
@@ -81,8 +81,9 @@ def all_reduce_s(full_bytes: float, axis_size: int, hardware: Hardware, *, book:
 def all_to_all_s(full_bytes: float, axis_size: int, hardware: Hardware) -> float:
     """Seconds to move the sharding of an array of `full_bytes`, all shards together, to another dimension.
 
-    Ring: a quarter of the book's all_gather, V / 4W. Line: the middle link carries ⌊P/2⌋·⌈P/2⌉ of the P² blocks each
-    way. Switch: a device sends P-1 blocks. On a torus the farthest block sets a latency of P/2 or P-1 hops.
+    Ring: a quarter of the book's all_gather, V / 4W. Line: the middle link carries ⌊P/2⌋·⌈P/2⌉ of the P²
+    blocks each way. Switch: a device sends P-1 blocks. On a torus the farthest block sets a latency of
+    P/2 or P-1 hops.
     """
     check(full_bytes, axis_size, hardware)
     if axis_size == 1:
