@@ -11,6 +11,7 @@ sides are modelled: the one by formulas, the other from the schedules that the T
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -189,8 +190,11 @@ def document(
     return "\n".join(lines) + "\n"
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Compares, prints, writes; the exit status is 1 where the figure is missed, 2 without libtpu."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args(argv)
     if (said := tpu_target.missing()) is not None:
         print(f"{NAME}: {said}", file=sys.stderr)
         return 2

@@ -80,7 +80,8 @@ class Hardware:
         is less, `least_gain`.
 
     Raises:
-      ValueError: a rate, time or count is not a positive finite number, or `network` is unknown.
+      ValueError: a value is of another type than its field, a rate, time or count is not a positive finite
+        number, or `network` is unknown.
     """
 
     name: str
@@ -122,6 +123,9 @@ class Hardware:
     least_gain_beside: float = 0.0
 
     def __post_init__(self) -> None:
+        for of in dataclasses.fields(self):
+            value = typed(getattr(self, of.name), of.type, f"hardware {self.name!r}: {of.name}")
+            object.__setattr__(self, of.name, value)
         positive = {
             "hbm_bytes_per_s": self.hbm_bytes_per_s,
             "link_bytes_per_s": self.link_bytes_per_s,
@@ -261,10 +265,10 @@ class Hardware:
         if not isinstance(given, dict) or given.get("schema") != SCHEMA:
             raise ValueError(f'a hardware description is a JSON object with "schema": {SCHEMA}')
         fields = {name: value for name, value in given.items() if name != "schema"}
-        known = {field.name: field.type for field in dataclasses.fields(cls)}
+        known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(fields.keys() - known):
             raise ValueError(f"unknown hardware fields {unknown}; the fields are {sorted(known)}")
         try:
-            return cls(**{name: typed(value, known[name], name) for name, value in fields.items()})
+            return cls(**fields)
         except TypeError as error:
             raise ValueError(f"incomplete hardware description: {error}") from error

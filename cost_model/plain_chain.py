@@ -237,8 +237,8 @@ def chain_of(
       starts_implied: see `PlainChain`.
 
     Raises:
-      ValueError: a size is below 1, the dtype is unknown, or the dot has no such dim, or the pattern does not
-        cut it.
+      ValueError: a size is below 1, the dtype is unknown, cut or operand is none, the dot has no such dim, or
+        the pattern does not cut it.
       TypeError: a size is no whole number.
     """
     m, k, n = (whole(size, name) for size, name in zip((m, k, n), "MKN", strict=True))
@@ -246,6 +246,8 @@ def chain_of(
         raise ValueError(f"a dot's sizes are at least 1, got M, K, N = {m}, {k}, {n}")
     if cut not in ("m", "k", "n"):
         raise ValueError(f"cut is m, k or n, got {cut!r}")
+    if operand not in (None, "lhs", "rhs"):
+        raise ValueError(f"operand is lhs or rhs, got {operand!r}")
     gathers = pattern in ("all_gather_dot", "all_to_all_dot")
     if cut == "k" and pattern in ("dot_reduce_scatter", "dot_psum", "dot_all_to_all"):
         raise ValueError(f"{pattern} scatters a dim of the dot's result, m or n, not k")

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
+from cost_model.collectives import check_hardware
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.whole import whole
@@ -112,10 +113,10 @@ def layer_bytes(
       dtype: of what is sent.
 
     Raises:
-      ValueError: the strategy is unknown, or a size not positive.
+      ValueError: the strategy is unknown, or a size not positive and finite.
     """
-    if not all(size > 0 for size in (tokens, d_model, d_ff, x, y)):
-        raise ValueError(f"sizes must be positive, got B={tokens} D={d_model} F={d_ff} X={x} Y={y}")
+    for name, size in {"tokens": tokens, "d_model": d_model, "d_ff": d_ff, "x": x, "y": y}.items():
+        _positive(size, name)
     width = dtype_bytes(dtype)
     weights, activations = 2 * width * d_model * d_ff, 2 * width * tokens * d_model
     if strategy == "data":
@@ -131,7 +132,12 @@ def layer_bytes(
 
 
 def intensity(hardware: Hardware, dtype: str = "bfloat16") -> float:
-    """C/W: FLOPs that a device does while one byte passes a mesh axis's links. 2550 on v5p."""
+    """C/W: FLOPs that a device does while one byte passes a mesh axis's links. 2550 on v5p.
+
+    Raises:
+      TypeError: the hardware is none (a name: see `by_name`).
+    """
+    check_hardware(hardware)
     return hardware.flops_for(dtype) / (2 * hardware.axis_bytes_per_s)
 
 
@@ -144,24 +150,44 @@ def data_tokens_per_device(hardware: Hardware, *, axes: int = 1, dtype: str = "b
       hardware: the device.
       axes: physical dimensions whose links carry the strategy's mesh axis.
       dtype: of weights and activations, two bytes wide.
+
+    Raises:
+      ValueError: there are no axes.
+      TypeError: as `intensity`, or the axes are no whole number.
     """
-    return intensity(hardware, dtype) / _positive(axes)
+    return intensity(hardware, dtype) / _axes(axes)
 
 
 def most_tensor(hardware: Hardware, d_ff: int, *, axes: int = 1, dtype: str = "bfloat16") -> float:
-    """Devices of a tensor axis below which it is compute-bound, at any batch: axes · F · W/C."""
-    return _positive(axes) * d_ff / intensity(hardware, dtype)
+    """Devices of a tensor axis below which it is compute-bound, at any batch: axes · F · W/C.
+
+    Raises:
+      ValueError, TypeError: as `data_tokens_per_device`, or the width is not positive and finite.
+    """
+    return _axes(axes) * _positive(d_ff, "d_ff") / intensity(hardware, dtype)
 
 
 def best_fsdp(
     *, tokens: float, d_ff: float, devices: float, fsdp_axes: int = 1, tensor_axes: int = 1
 ) -> float:
-    """X_opt = sqrt(B/F · M_X/M_Y · N), where FSDP×TP communicates least: both kinds of bytes take as long."""
-    return math.sqrt(tokens / d_ff * _positive(fsdp_axes) / _positive(tensor_axes) * devices)
+    """X_opt = sqrt(B/F · M_X/M_Y · N), where FSDP×TP communicates least: both kinds of bytes take as long.
+
+    Raises:
+      ValueError: a size is not positive and finite, or there are no axes.
+      TypeError: the axes are no whole number.
+    """
+    tokens_per_width = _positive(tokens, "tokens") / _positive(d_ff, "d_ff")
+    return math.sqrt(tokens_per_width * _axes(fsdp_axes) / _axes(tensor_axes) * _positive(devices, "devices"))
 
 
 def nearest_divisor(value: float, count: int) -> int:
-    """The divisor of `count` whose ratio to `value` is nearest to 1."""
+    """The divisor of `count` whose ratio to `value` is nearest to 1.
+
+    Raises:
+      ValueError: the value is not positive and finite, or the count below 1.
+      TypeError: the count is no whole number.
+    """
+    count, value = int(_positive(whole(count, "count"), "count")), _positive(value, "value")
     divisors = [d for d in range(1, count + 1) if count % d == 0]
     return min(divisors, key=lambda d: abs(math.log(d / value)))
 
@@ -169,9 +195,13 @@ def nearest_divisor(value: float, count: int) -> int:
 def fsdp_tensor_tokens_per_device(
     hardware: Hardware, d_ff: int, *, fsdp_axes: int = 1, tensor_axes: int = 1, dtype: str = "bfloat16"
 ) -> float:
-    """Tokens per device above which FSDP×TP at X_opt is compute-bound: 4·(C/W)² / (M_X·M_Y·F)."""
-    axes = _positive(fsdp_axes) * _positive(tensor_axes)
-    return 4 * intensity(hardware, dtype) ** 2 / (axes * d_ff)
+    """Tokens per device above which FSDP×TP at X_opt is compute-bound: 4·(C/W)² / (M_X·M_Y·F).
+
+    Raises:
+      ValueError, TypeError: as `most_tensor`.
+    """
+    axes = _axes(fsdp_axes) * _axes(tensor_axes)
+    return 4 * intensity(hardware, dtype) ** 2 / (axes * _positive(d_ff, "d_ff"))
 
 
 def tokens_per_pod(hardware: Hardware, dtype: str = "bfloat16") -> float:
@@ -182,18 +212,30 @@ def tokens_per_pod(hardware: Hardware, dtype: str = "bfloat16") -> float:
 
     Raises:
       ValueError: the hardware has no such network.
+      TypeError: the hardware is none.
     """
+    check_hardware(hardware)
     if not hardware.dcn_bytes_per_s:
         raise ValueError(f"hardware {hardware.name!r} has no dcn_bytes_per_s: no network between pods")
     return pod_tokens(hardware.flops_for(dtype), hardware.dcn_bytes_per_s)
 
 
 def pod_tokens(flops: float, bytes_per_s: float) -> float:
-    """C/W of a pod: 3.8e18 / 5e13 = 76,000 tokens in the book's example."""
-    return flops / bytes_per_s
+    """C/W of a pod: 3.8e18 / 5e13 = 76,000 tokens in the book's example.
+
+    Raises:
+      ValueError: a rate is not positive and finite.
+    """
+    return _positive(flops, "flops") / _positive(bytes_per_s, "bytes_per_s")
 
 
-def _positive(axes: int) -> int:
-    if axes < 1:
+def _positive(value: float, name: str) -> float:
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be positive and finite, got {value!r}")
+    return value
+
+
+def _axes(axes: int) -> int:
+    if whole(axes, "axes") < 1:
         raise ValueError(f"a mesh axis takes at least one physical dimension, got {axes!r}")
     return axes

@@ -1,6 +1,7 @@
 """Values as JSON gives them, checked against the types that dataclasses declare."""
 
 import json
+import numbers
 import reprlib
 from typing import Any, Final, Literal, get_args, get_origin
 
@@ -10,6 +11,10 @@ _NAMES: Final[dict[Any, str]] = {
     int: "an integer",
     float: "a number",
 }
+
+
+_NUMBERS: Final[dict[Any, Any]] = {float: numbers.Real, int: numbers.Integral}
+"""As numpy's are, and not only Python's own."""
 
 
 def loads(text: str) -> Any:
@@ -49,12 +54,13 @@ def typed(value: Any, of: Any, what: str) -> Any:
         parts = enumerate(zip(value, kinds, strict=True))
         return tuple(typed(part, kind, f"{what}[{i}]") for i, (part, kind) in parts)
     kind = str if get_origin(of) is Literal else of
-    right = isinstance(value, int | float if kind is float else kind)
+    right = isinstance(value, _NUMBERS.get(kind, kind))
     if not right or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{what} must be {_NAMES[kind]}, got {reprlib.repr(value)}")
     if kind is float:
         try:
-            float(value)
+            as_float = float(value)
         except OverflowError:
             raise ValueError(f"{what} is too large, got {reprlib.repr(value)}") from None
-    return value
+        return value if isinstance(value, int | float) else as_float
+    return int(value) if kind is int else value

@@ -29,14 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     calibrate_command.add_commands(commands)
     plan_command.add_commands(commands)
     split_command.add_commands(commands)
-    arguments = parser.parse_args(argv)
-    if "run" not in arguments:
-        parser.print_help()
-        return 0
     # A pipe in an encoding without arrows gets question marks, not a traceback.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
+    arguments = parser.parse_args(argv)
+    if "run" not in arguments:
+        parser.print_help()
+        return 0
     try:
         status = int(arguments.run(arguments))
         sys.stdout.flush()

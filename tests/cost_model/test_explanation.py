@@ -301,6 +301,9 @@ class TestForms:
         for size in (float("nan"), 8.0, "8"):
             with pytest.raises(TypeError, match="K must be a whole number, got"):
                 chain_of("all_gather_dot", 8, size, 8)  # type: ignore[arg-type]
+        operand: Any = "zz"
+        with pytest.raises(ValueError, match="operand is lhs or rhs, got 'zz'"):
+            chain_of("all_gather_dot", 8, 8, 8, cut="k", operand=operand)
         with pytest.raises(ValueError, match="cut is m, k or n, got 'z'"):
             chain_of("all_gather_dot", 8, 8, 8, cut="z")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="unknown pattern"):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cost_model import Hardware, by_name, names
@@ -20,11 +21,9 @@ def test_json_round_trip_changes_nothing(name: str) -> None:
     assert hash(again) == hash(hardware)
 
 
-@pytest.mark.parametrize(
+WRONG = pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 99}, "schema"),
-        ({"warp_drive": 9}, "warp_drive"),
         ({"hop_latency_s": "soon"}, "hop_latency_s must be a number, got 'soon'"),
         ({"overlaps": "no"}, "overlaps must be true or false, got 'no'"),
         ({"overlaps": 1}, "overlaps must be true or false"),
@@ -43,8 +42,34 @@ def test_json_round_trip_changes_nothing(name: str) -> None:
         ({"peak_flops": [["float99", 1e14]]}, "unknown dtype 'float99'; known: bool, float4/6/8/16/32/64"),
         ({"matmul_tile": [8, 128]}, "matmul_tile must be a list of 3"),
         ({"hbm_bytes_per_s": -1}, "hbm_bytes_per_s"),
+        ({"name": None}, "name must be a string"),
     ],
 )
+
+
+@WRONG
+def test_a_wrong_field_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(by_name("h100"), **change)
+
+
+def test_numbers_may_be_numpy_s_and_lists_tuples() -> None:
+    h100 = by_name("h100")
+    given: Any = {"hop_latency_s": np.float32(0.5), "devices_per_chip": np.int64(1), "matmul_tile": [8, 8, 8]}
+    found = dataclasses.replace(h100, **given)
+    assert found == dataclasses.replace(h100, hop_latency_s=0.5, matmul_tile=(8, 8, 8))
+    assert hash(found) and Hardware.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({"schema": 99}, "schema"), ({"warp_drive": 9}, "warp_drive")]
+)
+def test_json_of_another_form_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Hardware.from_json(json.dumps({**json.loads(by_name("h100").to_json()), **change}))
+
+
+@WRONG
 def test_json_with_a_wrong_field_is_refused(change: dict[str, Any], message: str) -> None:
     fields = {**json.loads(by_name("h100").to_json()), **change}
     with pytest.raises(ValueError, match=message):

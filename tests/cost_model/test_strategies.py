@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -119,6 +120,37 @@ class TestTheBook:
             layer_bytes("magic", tokens=1, d_model=1, d_ff=1)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="physical dimension"):
             data_tokens_per_device(V5P, axes=0)
+
+    @pytest.mark.parametrize("bad", [0, -1, math.nan, math.inf])
+    def test_impossible_sizes_and_rates_are_refused_by_name(self, bad: float) -> None:
+        asked: dict[str, Callable[[], object]] = {
+            "tokens": lambda: best_fsdp(tokens=bad, d_ff=1, devices=1),
+            "d_ff": lambda: best_fsdp(tokens=1, d_ff=bad, devices=1),
+            "devices": lambda: best_fsdp(tokens=1, d_ff=1, devices=bad),
+            "value": lambda: nearest_divisor(bad, 8),
+            "flops": lambda: pod_tokens(bad, 1),
+            "bytes_per_s": lambda: pod_tokens(1, bad),
+        }
+        for name, ask in asked.items():
+            with pytest.raises(ValueError, match=f"{name} must be positive and finite, got {bad}"):
+                ask()
+        widths: Any = bad
+        for of_width in (most_tensor, fsdp_tensor_tokens_per_device):
+            with pytest.raises(ValueError, match="d_ff must be positive"):
+                of_width(V5P, widths)
+
+    def test_what_is_no_count_and_no_hardware_is_refused(self) -> None:
+        name: Any = "tpu_v5p"
+        half: Any = 1.5
+        for of in (intensity, tokens_per_pod):
+            with pytest.raises(TypeError, match="hardware must be a Hardware"):
+                of(name)
+        with pytest.raises(TypeError, match=r"axes must be a whole number, got 1\.5"):
+            data_tokens_per_device(V5P, axes=half)
+        with pytest.raises(TypeError, match=r"count must be a whole number, got 1\.5"):
+            nearest_divisor(1, half)
+        with pytest.raises(ValueError, match="count must be positive"):
+            nearest_divisor(3, 0)
 
 
 def moved(of: Pass, axis: str) -> float:

@@ -17,9 +17,9 @@ PLAN = ["plan", "--pattern", "all_gather_dot", "--shape", "8192,8192,2048"]
 ON_V5P = ["--hardware", "tpu_v5p", "--axis-size", "16"]
 
 
-def run(stdout: Any, **environment: str) -> subprocess.CompletedProcess[bytes]:
+def run(stdout: Any, *arguments: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", **environment}
-    command = [sys.executable, "-m", "overlap", *PLAN, *ON_V5P]
+    command = [sys.executable, "-m", "overlap", *(arguments or (*PLAN, *ON_V5P))]
     return subprocess.run(command, env=variables, stdout=stdout, stderr=subprocess.PIPE, check=False)
 
 
@@ -38,6 +38,12 @@ def test_an_encoding_without_a_sign_gets_a_question_mark() -> None:
     done = run(subprocess.PIPE, PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, b"")
     assert b"?s" in done.stdout  # µs
+
+
+def test_so_does_the_help() -> None:
+    done = run(subprocess.PIPE, "plan", "--help", PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"[M,K]?[K,N]" in done.stdout
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
