@@ -224,6 +224,11 @@ def _apply(*values: Any, push: Map, counts: tuple[int, int], **_: Any) -> list[A
     return push(*_split(values, counts))
 
 
+def _lowered(*values: Any, **params: Any) -> list[Any]:
+    """As `_apply`. What is not needed may have no forward derivative, as a result of a ``custom_vjp``."""
+    return shims.without_dead_code(partial(_apply, **params))(*values)
+
+
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[list[Any], list[Any]]:
     full = tuple(map(ad.instantiate_zeros, tangents))
     start = sum(params["counts"])
@@ -271,7 +276,7 @@ def _batch(
 
 _linear_p.def_impl(lambda *values, **params: jax.jit(partial(_apply, **params))(*values))
 _linear_p.def_abstract_eval(lambda *_, types, **__: list(types))
-mlir.register_lowering(_linear_p, mlir.lower_fun(_apply, multiple_results=True))
+mlir.register_lowering(_linear_p, mlir.lower_fun(_lowered, multiple_results=True))
 ad.primitive_jvps[_linear_p] = _jvp
 ad.primitive_transposes[_linear_p] = _transpose
 batching.fancy_primitive_batchers[_linear_p] = _batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -35,7 +35,7 @@ from passes.block_eval import (
     write_in_a_row,
 )
 from passes.chains import DotReduceScatter
-from passes.graph import Dataflow, Operand
+from passes.graph import Dataflow, Op, Operand
 from passes.hops import Places, Rings
 from passes.read_elsewhere import read_elsewhere
 from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, parts, tile_rows
@@ -358,11 +358,43 @@ def partial_sum(
 
 
 def widened_ops(flow: Dataflow, chain: DotReduceScatter) -> frozenset[int]:
-    """The operations that may give their results in the accumulator's dtype: all, if none rounds."""
+    """The operations that may give their results in the accumulator's dtype: all, if none is to round."""
     ops = [flow.ops[block.op] for block in chain.body]
     floating = all(
         jnp.issubdtype(flow.avals[value].dtype, jnp.floating) for op in ops for value in op.outputs
     )
-    if floating and all(op.name in _EXACT or op.name == "dot_general" for op in ops):
+    exact = all(op.name in _EXACT or op.name == "dot_general" for op in ops)
+    if floating and exact and not _rounds_within(flow, ops):
         return frozenset(block.op for block in chain.body)
     return frozenset()
+
+
+def _rounds_within(flow: Dataflow, ops: Sequence[Op]) -> bool:
+    """Whether a conversion rounds, and another one follows: fake quantisation, which is meant to round.
+
+    A result that is narrow up to the collective is rounded because the collective is to send less. So may be
+    what a dot itself gives in two bytes, which compilers do not round if it is widened at once.
+    """
+    rounded = False
+    for op in ops:
+        (value,) = op.outputs
+        to = flow.avals[value].dtype
+        if op.name == "dot_general":
+            rounded = rounded or jnp.dtype(to).itemsize < 2
+        elif op.name == "convert_element_type":
+            if rounded:
+                return True
+            (operand,) = op.inputs
+            assert isinstance(operand, int)
+            rounded = not _holds(to, flow.avals[operand].dtype)
+    return False
+
+
+def _holds(wide: Any, narrow: Any) -> bool:
+    """Whether every number of one floating dtype is one of another."""
+    of, within = jnp.finfo(narrow), jnp.finfo(wide)
+    return bool(
+        within.nmant >= of.nmant
+        and within.maxexp >= of.maxexp
+        and within.smallest_subnormal <= of.smallest_subnormal
+    )

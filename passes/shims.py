@@ -134,6 +134,18 @@ def calling(closed: Any, name: str) -> Callable[..., list[Any]]:
     return lambda *arguments: primitives.jit_p.bind(*itertools.compress(arguments, read), **params)
 
 
+def without_dead_code(function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """A function without what its results do not need: ``jax.jit`` drops that, a part's lowering does not."""
+
+    def live(*arguments: Any) -> list[Any]:
+        body, constants = open_jaxpr(jax.make_jaxpr(function)(*arguments))
+        body, read = partial_eval.dce_jaxpr(body, [True] * len(body.outvars))
+        needed = itertools.compress(arguments, read)
+        return jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(body, constants))(*needed)  # type: ignore[attr-defined, no-any-return, unused-ignore]
+
+    return live
+
+
 def loop_constants(eqn: JaxprEqn, body: str) -> int:
     """How many first arguments of a loop's body (named by its parameter) never change.
 

@@ -267,6 +267,33 @@ def test_the_linear_map_of_linearize_finds_the_mesh_by_itself(jitted: bool) -> N
     check((jax.jit(linear) if jitted else linear)(*_tangents()), TANGENT)
 
 
+@jax.custom_vjp
+def router_loss(x: Any) -> Any:
+    """A value without a forward derivative."""
+    return jnp.mean(x * x)
+
+
+router_loss.defvjp(lambda x: (jnp.mean(x * x), x), lambda x, c: (2 * c * x / x.size,))
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside of shard_map", "in shard_map"])
+def test_what_is_not_used_needs_no_forward_derivative(inside: bool) -> None:
+    def body(x: Any, w: Any, v: Any) -> Any:
+        router_loss(x)
+        return shard_body(x, w, v)
+
+    def outside(x: Any, w: Any, v: Any) -> Any:
+        router_loss(x)
+        return mlp()(x, w, v)
+
+    function = jax.shard_map(body, mesh=mesh_of(), in_specs=SPECS, out_specs=P("x")) if inside else outside
+    decorated = always(jax.jit(function))
+    assert hops(decorated, *REF.arguments)
+    for transformed in (decorated, jax.jit(decorated)):
+        check(jax.jvp(transformed, REF.arguments, _tangents())[1], TANGENT)
+        check(jax.linearize(transformed, *REF.arguments)[1](*_tangents()), TANGENT)
+
+
 # Closed-over tracers.
 
 

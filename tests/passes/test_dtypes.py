@@ -147,6 +147,26 @@ def test_a_narrower_result_asked_for_by_the_user_is_as_exact_as_the_original() -
     assert rms(wide(outcome.rewritten) - exact) <= 1.1 * rms(wide(outcome.original) - exact)
 
 
+@pytest.mark.parametrize("narrow", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"])
+@pytest.mark.parametrize("reduced", ["scattered", "summed"])
+def test_what_is_rounded_and_widened_again_is_rounded_in_a_ring_too(narrow: str, reduced: str) -> None:
+    """Fake quantisation, which trains for a narrow type: a wider sum would be of another model."""
+    x, w = normal(4, 16, 8), normal(4, 8, 24)
+
+    def quantised(x: Any, w: Any) -> Any:
+        return (x @ w).astype(narrow).astype(jnp.float32)
+
+    def body(x: Any, w: Any) -> Any:
+        y = quantised(x, w)
+        return scatter(y) if reduced == "scattered" else lax.psum(y, "x")
+
+    outcome = rewritten(body, (x, w))
+    rounded = [np.asarray(quantised(*each), np.float64) for each in zip(x, w, strict=True)]
+    exact = np.sum(rounded, 0)
+    expected = np.stack(np.split(exact, 4)) if reduced == "scattered" else np.stack([exact] * 4)
+    np.testing.assert_allclose(np.asarray(outcome.rewritten, np.float64), expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("dim", [0, 1], ids=["scattered", "gathered"])
 def test_operands_too_large_for_float32_are_multiplied_in_their_own_type(dim: int) -> None:
     def dot(a: Any, b: Any) -> Any:
