@@ -189,7 +189,7 @@ class Explanation:
         verdict = f"saves {_us(gain_s).strip()} ({share:.1%}): rewriting pays"
         if not self.pays:
             more_bytes = self.best.estimate.added_bytes
-            but = "less than a prediction may be off"
+            but = f"less than the {hardware.least_gain:.0%} that a prediction may be off"
             if more_bytes > 0:
                 but = f"and needs {_mib(more_bytes)} more memory"
             verdict = verdict.replace(": rewriting pays", f", {but}: left as it is")

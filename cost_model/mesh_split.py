@@ -171,6 +171,10 @@ def best_splits(
         raise ValueError(f"memory_bytes {memory_bytes!r} leaves no room for any weight")
     if unknown := [axis for axis in axes if axis not in IN_SLICE]:
         raise ValueError(f"unknown mesh axis {unknown[0]!r}; known: {', '.join(IN_SLICE)}")
+    if len(set(axes)) < len(tuple(axes)):
+        raise ValueError(f"a mesh axis stands twice in {', '.join(axes)}")
+    if not microbatches or min(whole(count, "microbatches") for count in microbatches) < 1:
+        raise ValueError(f"microbatches {microbatches!r}: give at least one number, from 1 on")
     slice_of = _Slice(hardware, shape, pods, among, starts_implied)
     found: dict[Split, StepTime] = {}
     misfit = f"its devices cannot be divided over {tuple(axes)}"

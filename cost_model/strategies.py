@@ -40,7 +40,7 @@ class Model:
 
     Raises:
       ValueError: a size is below 1 (or below 0 where 0 leaves something out), kv_heads does not divide heads,
-        or there are kv_heads or a sequence without heads.
+        there are kv_heads or a sequence without heads, or the tokens are no whole number of sequences.
       TypeError: a size is no whole number, or the dtype no name.
     """
 
@@ -65,6 +65,8 @@ class Model:
                 raise ValueError(f"{field} {getattr(self, field)!r} must not be negative")
         if self.sequence and not self.heads:
             raise ValueError(f"sequence {self.sequence} needs heads: without them a model has no attention")
+        if self.sequence and self.tokens % self.sequence:
+            raise ValueError(f"tokens {self.tokens} are no whole number of sequences of {self.sequence}")
         if self.kv_heads is not None:
             if not self.heads:
                 raise ValueError(

@@ -87,7 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
             trace_dir=arguments.trace_dir,
             **kwargs,
         )
-    except (TypeError, ValueError, OSError) as error:
+    except OSError as error:
+        print(f"overlap ab: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except (TypeError, ValueError) as error:
         print(f"overlap ab: {error}", file=sys.stderr)
         return 2
     if report.is_main:

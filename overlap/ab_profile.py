@@ -293,6 +293,11 @@ def _rewritten(fn: Overlapped, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     except Exception:
         return ""  # the call has warned, or failed, of the same
     count, total = len(report.rewritten), len(report.sites)
+    if not total:
+        return (
+            "This program has no collective: both variants run the same operations, and what differs is "
+            "noise."
+        )
     if not count:
         return (
             f"None of the {total} collectives is rewritten: both variants run the same operations, and what "

@@ -78,12 +78,14 @@ def overlap_collectives(
 
     Raises:
       ValueError: an unknown hardware name or policy; the message lists the valid ones.
-      TypeError: ``fun`` or ``hardware`` is of a type that cannot be used.
+      TypeError: ``fun``, ``hardware`` or ``strict`` is of a type that cannot be used.
       RuntimeError: the options of the jitted function cannot be read, in a jax that keeps them elsewhere.
     """
     if not callable(policy) and policy not in passes.POLICIES:
         names = ", ".join(repr(name) for name in passes.POLICIES)
         raise ValueError(f"unknown policy {policy!r}: give one of {names}, or a callable Site -> bool")
+    if not isinstance(strict, bool):
+        raise TypeError(f"strict is True or False, got {strict!r}")
     given = given_hardware(hardware)
 
     def decorate(fun: Callable[..., Any]) -> Overlapped:

@@ -6,6 +6,7 @@ environment of its own and so runs in processes that it starts.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import json
@@ -33,6 +34,7 @@ from overlap.hlo.module import Module
 from overlap.hlo.parse import parse
 from overlap.hlo.timeline import Timeline
 from overlap.inspection import Inspection, inspect_compiled
+from overlap.output_file import check_writable
 from overlap.plain_text import PIPE_COLUMNS
 from overlap.report import Report
 
@@ -77,7 +79,7 @@ def add_commands(commands: Any) -> None:
         ),
     )
     demo.add_argument("--no-tpu", action="store_true", help="do not compile for TPUs")
-    demo.add_argument("--seed", type=int, default=0, help="seed of the weights (default: 0)")
+    demo.add_argument("--seed", type=_seed, default=0, help="seed of the weights (default: 0)")
     demo.add_argument(
         "--report",
         type=Path,
@@ -90,6 +92,12 @@ def add_commands(commands: Any) -> None:
     )
 
 
+def _seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 4294967295")
+    return int(text)
+
+
 def run(*, seed: int = 0, tpu: bool = True, report: Path = Path(REPORT)) -> int:
     """Runs the demo in a process that has not used JAX yet.
 
@@ -99,7 +107,8 @@ def run(*, seed: int = 0, tpu: bool = True, report: Path = Path(REPORT)) -> int:
       report: where to write the page with the timelines of what was compiled.
 
     Returns:
-      The exit status: 0; 1 if losses differ or a compilation fails; 2 if the decoder is not importable.
+      The exit status: 0; 1 if losses differ or a compilation fails; 2 if the decoder is not importable,
+      or the page cannot be written.
     """
     from rich.console import Console
 
@@ -112,6 +121,11 @@ def run(*, seed: int = 0, tpu: bool = True, report: Path = Path(REPORT)) -> int:
             "Run it in the root of a checkout of overlap-collectives; `make demo` installs what it needs.",
             file=sys.stderr,
         )
+        return 2
+    try:
+        check_writable(report)
+    except OSError as error:
+        print(f"overlap demo: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_COLUMNS)
     equal, on_cpu = _train(console, decoder, seed)

@@ -39,7 +39,7 @@ def add_commands(commands: Any) -> None:
         ),
         epilog="All times are modelled, not measured. docs/inspect.md tells more, the JSON's fields too.",
     )
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="HLO text, or a dump directory")
+    parser.add_argument("paths", nargs="+", type=_path, metavar="PATH", help="HLO text, or a dump directory")
     parser.add_argument(
         "--hardware",
         metavar="NAME",
@@ -56,6 +56,13 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("--html", metavar="OUT", help="write a page with a timeline")
     parser.add_argument("--trace", metavar="OUT", help="write Trace Event JSON for ui.perfetto.dev")
     parser.set_defaults(run=run)
+
+
+def _path(text: str) -> Path:
+    # As of "$DUMP" that is not set: that is not the current directory.
+    if not text:
+        raise argparse.ArgumentTypeError("is empty: name HLO text, or a dump directory")
+    return Path(text)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -9,6 +9,8 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING, Final
 
+from cost_model.whole import whole
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -55,8 +57,16 @@ def wrapped(text: str, width: int) -> str:
 
 
 def plain_text(*parts: RenderableType, width: int) -> str:
-    """The parts below one another, without colours, in lines that do not exceed ``width``."""
+    """The parts below one another, without colours, in lines that do not exceed ``width``.
+
+    Raises:
+      ValueError: nothing is so narrow.
+      TypeError: the width is no whole number.
+    """
     from rich.console import Console
+
+    if whole(width, "width") < 1:
+        raise ValueError(f"width must be at least 1 column, got {width}")
 
     console = Console(
         file=io.StringIO(),

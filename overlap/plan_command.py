@@ -98,7 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
         found = break_evens(chain, axis, m, among=considered, resize=arguments.topology is None)
         if arguments.plot is not None:
             drawn = _plot(
-                found, arguments.plot, f"{arguments.pattern}, {arguments.shape}, {axis.hardware.name}"
+                found,
+                arguments.plot,
+                f"{arguments.pattern}, {arguments.shape}, {axis.hardware.name}",
+                axis.hardware.least_gain,
             )
     except ValueError as error:
         print(f"overlap plan: {error}", file=sys.stderr)
@@ -157,7 +160,7 @@ def _figures(found: BreakEven) -> dict[str, Any]:
     }
 
 
-def _plot(found: Sequence[BreakEven], path: str, title: str) -> str:
+def _plot(found: Sequence[BreakEven], path: str, title: str, least_gain: float) -> str:
     """Draws the picture, and returns its path: of a name without a suffix it is that of a PNG.
 
     Raises:
@@ -171,7 +174,7 @@ def _plot(found: Sequence[BreakEven], path: str, title: str) -> str:
     from overlap import plan_plot
 
     try:
-        plan_plot.draw(found, named, title)
+        plan_plot.draw(found, named, title, least_gain)
     except ModuleNotFoundError as error:
         raise PlanError(
             f"--plot needs {error.name}, which is not installed: pip install matplotlib"

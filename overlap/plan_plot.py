@@ -12,13 +12,14 @@ from overlap.units import digits, scale_of
 WRITTEN, RINGS, PAYS = "#b45309", "#1d4ed8", "#dbeafe"
 
 
-def draw(found: Sequence[BreakEven], path: str, title: str) -> None:
+def draw(found: Sequence[BreakEven], path: str, title: str, least_gain: float) -> None:
     """Draws one panel per variable.
 
     Args:
       found: what to draw.
       path: where; the suffix says in which format.
       title: above all panels.
+      least_gain: the part of the time as written from which on a gain is one.
 
     Raises:
       ModuleNotFoundError: matplotlib is not installed.
@@ -32,8 +33,9 @@ def draw(found: Sequence[BreakEven], path: str, title: str) -> None:
     for panel, each in zip(panels, found, strict=True):
         _panel(panel, each)
     panels[0].set_ylabel("predicted time")
-    panels[0].legend(loc="upper left", frameon=False)
-    figure.suptitle(f"{title}\nshaded: rewriting pays")
+    # Below, where no line and no label is.
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, frameon=False)
+    figure.suptitle(f"{title}\nshaded: rewriting pays, {least_gain:.0%} or more")
     figure.savefig(path, dpi=120)
 
 

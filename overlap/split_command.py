@@ -63,7 +63,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "--topology", required=True, metavar="SHAPE", help="the slice's chips: v5p:4x4x4; of GPUs, h100:8"
     )
-    parser.add_argument("--hardware", metavar="FILE", help="a name, or a file that calibrate wrote (.json)")
+    parser.add_argument("--hardware", metavar="NAME", help="a name, or a file that calibrate wrote (.json)")
     for name, words in SIZES.items():
         parser.add_argument(_option(name), required=True, type=int, metavar="N", help=words)
     for name, (words, default) in ATTENTION.items():

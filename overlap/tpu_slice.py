@@ -130,5 +130,8 @@ def devices(
             # jax lays no mesh on some chips of which each core is a device: they are taken as listed.
             return listed
         said = f"a mesh of {'×'.join(map(str, mesh_shape))} cannot be laid on {slice_name}"
+        if "allow_split_physical_axes" in str(error):
+            # An option of jax's that nobody can give here.
+            raise ValueError(f"{said}: each axis takes whole dimensions of the slice") from error
         raise ValueError(f"{said}: {error}") from error
     return list(laid.flat)

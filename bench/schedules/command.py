@@ -19,7 +19,9 @@ from bench.schedules.run import RESULTS, ROOT
 def parser(description: str | None, what: str = "rows") -> argparse.ArgumentParser:
     """Options of all of them."""
     made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawTextHelpFormatter)
-    made.add_argument("--rows", metavar="REGEX", help=f"only {what} whose name matches somewhere")
+    made.add_argument(
+        "--rows", type=_regex, metavar="REGEX", help=f"only {what} whose name matches somewhere"
+    )
     made.add_argument("--list", action="store_true", help="only print the rows' names")
     made.add_argument("--jobs", type=int, metavar="N", default=min(2, os.cpu_count() or 1), help="processes")
     made.add_argument("--resume", type=Path, metavar="FILE", help="rows done, one JSON object a line")
@@ -28,6 +30,14 @@ def parser(description: str | None, what: str = "rows") -> argparse.ArgumentPars
     )
     made.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return made
+
+
+def _regex(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+    return text
 
 
 def grid_parser(description: str | None) -> argparse.ArgumentParser:

@@ -424,6 +424,9 @@ class TestTheSplit:
             best_splits(Model(layers=1, d_model=64, d_ff=64, tokens=8, heads=6), V5P, (4,), axes=("tensor",))
         with pytest.raises(ValueError, match="unknown mesh axis"):
             best_splits(MLP, V5P, (4,), axes=("time",))  # type: ignore[arg-type]
+        for none in ((), (0,)):
+            with pytest.raises(ValueError, match=r"microbatches .*: give at least one number"):
+                best_splits(MLP, V5P, (2, 2), microbatches=none)
         with pytest.raises(ValueError, match="unknown goal 'foo'; known: plain, overlapped, ideal"):
             best_splits(MLP, V5P, (4,), goal="foo")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="unknown goal 'foo'"):

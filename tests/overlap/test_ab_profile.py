@@ -422,6 +422,11 @@ def test_without_a_rewrite_the_report_says_that_the_programs_are_the_same() -> N
     assert "nothing was traced" in str(report)
 
 
+def test_a_program_without_collectives_is_said_to_be_one() -> None:
+    report = quick(always(jax.jit(jnp.sin)), jnp.ones(3))
+    assert "This program has no collective" in str(report)
+
+
 def test_a_page_needs_a_path(profiled: tuple[ABReport, Path]) -> None:
     with pytest.raises(TypeError, match="give the path of the file to write, not NoneType"):
         profiled[0].to_html(None)  # type: ignore[arg-type]

@@ -325,7 +325,7 @@ def test_unknown_hardware_names_the_valid_ones() -> None:
     assert all(name in str(raised.value) for name in cost_model.names())
 
 
-@pytest.mark.parametrize("wrong", [{"hardware": 5}, {"fun": 5}])
+@pytest.mark.parametrize("wrong", [{"hardware": 5}, {"fun": 5}, {"strict": "no"}])
 def test_wrong_types_are_type_errors(wrong: dict[str, Any]) -> None:
     with pytest.raises(TypeError):
         overlap_collectives(**{"fun": mlp(), **wrong})

@@ -44,6 +44,15 @@ def demo() -> str:
     return done.stdout
 
 
+def test_what_cannot_be_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    done = overlap("demo", "--no-tpu", "--report", str(tmp_path / "none" / "page.html"))
+    assert done.returncode == 2
+    assert done.stderr.startswith("overlap demo: cannot write ") and "Traceback" not in done.stderr
+    assert not done.stdout
+    done = overlap("demo", "--seed", "99999999999999999999")
+    assert done.returncode == 2 and "is no number from 0 to 4294967295" in done.stderr
+
+
 class TestDemo:
     def test_losses_are_equal_at_every_step_and_fall(self) -> None:
         steps = re.findall(r"^(\d+) +(\d\.\d+) +(\d\.\d+) +\S+$", demo(), re.MULTILINE)

@@ -220,6 +220,12 @@ class TestFiles:
 
 
 class TestOptions:
+    def test_an_empty_path_is_not_the_current_directory(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit) as ended:
+            __main__.main(["inspect", ""])
+        assert ended.value.code == 2
+        assert "is empty: name HLO text, or a dump directory" in capsys.readouterr().err
+
     def test_hardware_and_topology_are_told(
         self, files: list[str], capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -246,6 +246,13 @@ class TestReport:
         assert report.rewritten == report.sites[1:2]
         assert report.kept == (report.sites[0], report.sites[2])
 
+    def test_nothing_is_narrower_than_a_column(self) -> None:
+        none: Any = "x"
+        with pytest.raises(ValueError, match="width must be at least 1 column, got 0"):
+            Report((site(),)).text(0)
+        with pytest.raises(TypeError, match="width must be a whole number, got 'x'"):
+            Report((site(),)).text(none)
+
 
 class TestJson:
     @given(reports)

@@ -128,6 +128,9 @@ def test_hardware_may_be_a_calibration(capsys: pytest.CaptureFixture[str], tmp_p
         (("--heads", "0", "--sequence", "0"), "--kv-heads 8 needs heads"),
         (("--sequence", "-5"), "--sequence -5 must not be negative"),
         (("--dtype", "soft"), "unknown dtype"),
+        (("--tokens", "7"), "--tokens 7 are no whole number of sequences of 2048"),
+        (("--axes", "fsdp,fsdp"), "a mesh axis stands twice in fsdp, fsdp"),
+        (("--topology", "v5e:4x4x4"), "no slice of tpu_v5e: its pods have 16×16 chips"),
         (("--axes", "fsdp,time"), "unknown mesh axis 'time'"),
         (("--microbatches", "4,x"), "no numbers from 1 on"),
         (("--microbatches", "0"), "no numbers from 1 on"),
@@ -143,7 +146,7 @@ def test_hardware_may_be_a_calibration(capsys: pytest.CaptureFixture[str], tmp_p
         ),
         (("--memory", "0.001"), " GiB of a device for weights and Adam's state, more than --memory 0.001\n"),
         (
-            ("--tokens", "7", "--axes", "fsdp"),
+            ("--tokens", "7", "--sequence", "0", "--axes", "fsdp"),
             "the last tried, fsdp 8: --tokens 7 cannot be cut into 8 equal",
         ),
         (("--rows", "0"), "at least one"),
