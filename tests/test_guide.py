@@ -61,5 +61,5 @@ def test_the_collectives_of_the_compiled_program_are_those_that_inspect_lists() 
     exec(compile(block("python", "import jax"), str(ROOT / "train.py"), "exec"), names)
     found = str(overlap.inspect(names["step"].original, *names["shapes"](), hardware="tpu_v5p"))
     # Compute is as the version of XLA's CPU compiler has it.
-    _, listed = block("text", "before (jit_step)").split("in\nflight.\n")
+    _, listed = block("text", "jit_step: ").split("in flight.\n")
     assert " ".join(listed.split()) in " ".join(found.split())

@@ -191,7 +191,7 @@ CASES = {
     "of_few_rows": (gather_contracting, (16384, 5120), (5120, 20480), (P("x"), P("x")), P("x")),
     "few_columns": (gather_contracting, (17472, 8192), (8192, 2048), (P("x"), P("x")), P("x")),
     "gather_batch": (gather_batch, (16, 16384, 5120), (16, 5120, 5120), (P(None, "x"), P("x")), P(None, "x")),
-    "psum": (psum, (8192, 8192), (8192, 4096), (P(None, "x"), P("x")), P()),
+    "psum": (psum, (8192, 16384), (16384, 4096), (P(None, "x"), P("x")), P()),
     "scatter": (scatter, (4096, 8192), (8192, 2048), (P(None, "x"), P("x")), P("x")),
 }
 found = {}
