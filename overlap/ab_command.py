@@ -88,7 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
             **kwargs,
         )
     except OSError as error:
-        print(f"overlap ab: cannot write {error.filename}: {error.strerror}", file=sys.stderr)
+        where = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"overlap ab: cannot write {where}", file=sys.stderr)
         return 2
     except (TypeError, ValueError) as error:
         print(f"overlap ab: {error}", file=sys.stderr)
