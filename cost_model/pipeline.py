@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Final
 
 from cost_model.axis import Axis
+from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
 from cost_model.on_chip import Side, side_bytes
 from cost_model.ring import SHARDS_HELD, Estimate, estimate
@@ -125,8 +127,7 @@ def pipeline_estimate(
         # As on hardware that keeps nothing on chip; what there is before the rewrite stays as it is. The
         # compilers were seen to read both operands from main memory, though they fit on chip: that of v6e of
         # 104 rows (2.4 to 2.6 times as long as else), that of v5e of 84 in 8 chunks (2.4), not in 2 or 4.
-        far = dataclasses.replace(hardware, on_chip_bytes=1.0, between_tiles=1.0)
-        axis = dataclasses.replace(axis, hardware=far)
+        axis = dataclasses.replace(axis, hardware=_keeping_nothing(hardware))
     strips = dataclasses.replace(work, matmuls=_strips(work, axis)) if across else work
     chunk = dataclasses.replace(
         strips,
@@ -247,3 +248,9 @@ def _gather_s(work: RingWork, gathered_bytes: float, axis: Axis, *, across: bool
     hardware = axis.hardware
     copy_s = PLACING[hardware.keeps_sums] * 2 * gathered_bytes / work.columns / hardware.hbm_bytes_per_s
     return (axis.size - 1) * work.chains * hop_s, copy_s
+
+
+@functools.lru_cache(maxsize=64)
+def _keeping_nothing(hardware: Hardware) -> Hardware:
+    """The hardware as if nothing fitted on chip; made once, as many forms are priced."""
+    return dataclasses.replace(hardware, on_chip_bytes=1.0, between_tiles=1.0)
