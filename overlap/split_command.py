@@ -142,6 +142,9 @@ def run(arguments: argparse.Namespace) -> int:
     print(wrapped(_words(best, len(shown), len(found)), width))
     if arguments.collectives:
         print("\n" + plain_text(_collectives(best), width=width))
+        if any(move.saved_s > move.seconds for of in _passes(best).values() for move in of.moves):
+            said = "A ring saves more than its collective takes where its dots are faster than the whole one."
+            print("\n" + wrapped(said, width))
     return 0
 
 

@@ -67,6 +67,19 @@ def test_the_collectives_of_a_layer_are_listed_on_request(capsys: pytest.Capture
     assert "at the end:" not in out  # nothing is reduced over data
 
 
+@pytest.mark.parametrize(
+    ("where", "tokens", "more"), [("v5p:4x4x4", "1048576", True), ("v5e:4x4", "65536", False)]
+)
+def test_a_ring_that_saves_more_than_its_collective_takes_is_explained(
+    where: str, tokens: str, more: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--layers", "4", "--d-model", "8192", "--d-ff", "32768", "--tokens", tokens, "--collectives")
+    out = split(capsys, "split", "--topology", where, *given, "--axes", "fsdp,tensor" if more else "fsdp")
+    assert (
+        "A ring saves more than its collective takes where its dots are faster" in " ".join(out.split())
+    ) == more
+
+
 def test_no_line_is_wider_than_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     more = ("--axes", "pipeline,data,fsdp,tensor", "--microbatches", "4,8", "--collectives", "--pods", "2")
     for options in (GIVEN, (*GIVEN, *more)):
