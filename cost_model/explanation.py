@@ -197,6 +197,11 @@ class Explanation:
             verdict = f"loses {_us(-gain_s).strip()} ({share:.1%}): left as it is"
         best = "way" if self.best.form.route != "ring" else "ring"
         lines.append(f"The best {best}, {self.best.form}, {verdict}.")
+        for dtype in sorted({dot.matmul.dtype for dot in self.dots}):
+            if not hardware.rates(dtype):
+                lines.append(
+                    f"No rate of {dtype} is known on {hardware.name}: the slowest of those listed is taken."
+                )
         if not hardware.overlaps:
             lines.append("This hardware runs no communication beside compute: hops and dots take turns.")
         return "\n".join(lines)

@@ -224,14 +224,21 @@ class Hardware:
         holds (float64, complex, an unknown name) gets the slowest listed rate, so that a wider dtype is never
         the faster one.
         """
-        slowest = min(flops for _, flops in self.peak_flops)
+        rates = self._rates(dtype)
+        return min(rates)[1] if rates else min(flops for _, flops in self.peak_flops)
+
+    def rates(self, dtype: str) -> bool:
+        """Whether a listed dtype holds this one, so that `flops_for` is not just the slowest."""
+        return bool(self._rates(dtype))
+
+    def _rates(self, dtype: str) -> list[tuple[int, float]]:
+        """Bits and FLOP/s of the listed dtypes that hold one."""
         try:
             kind, bits = parse_dtype(dtype)
         except ValueError:
-            return slowest
+            return []
         holders = [(parse_dtype(listed), flops) for listed, flops in self.peak_flops]
-        rates = [(width, flops) for (of_kind, width), flops in holders if of_kind == kind and width >= bits]
-        return min(rates)[1] if rates else slowest
+        return [(width, flops) for (of_kind, width), flops in holders if of_kind == kind and width >= bits]
 
     def has_wraparound(self, axis_size: int) -> bool:
         """Whether the last device of a mesh axis of this size is a neighbour of the first.

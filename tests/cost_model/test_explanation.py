@@ -121,6 +121,12 @@ class TestTerms:
         assert found.best.prologue_s == 0
         assert found.best.epilogue_s == pytest.approx(found.best.step_dots_s)
 
+    def test_a_dtype_without_a_rate_is_said_to_have_none(self) -> None:
+        said = "No rate of float64 is known on like v5p: the slowest of those listed is taken."
+        wide = chain_of("all_gather_dot", 8192, 8192, 2048, dtype="float64")
+        assert said in str(explain(wide, RING))
+        assert "No rate of" not in str(explain(gather(), RING))
+
     def test_what_is_bound_by_memory_or_latency_says_so(self) -> None:
         found = explain(gather(m=16, k=8192, n=8192), RING, [Form()])
         assert found.dots[0].bound == "memory"

@@ -69,6 +69,23 @@ def test_json_of_another_form_is_refused(change: dict[str, Any], message: str) -
         Hardware.from_json(json.dumps({**json.loads(by_name("h100").to_json()), **change}))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "known"),
+    [
+        ("bfloat16", True),
+        ("float8_e5m2", True),
+        ("float32", True),
+        ("float64", False),
+        ("complex64", False),
+        ("foo", False),
+    ],
+)
+def test_whose_rate_is_known(dtype: str, known: bool) -> None:
+    v5p = by_name("tpu_v5p")
+    assert v5p.rates(dtype) == known
+    assert known or v5p.flops_for(dtype) == min(flops for _, flops in v5p.peak_flops)
+
+
 @WRONG
 def test_json_with_a_wrong_field_is_refused(change: dict[str, Any], message: str) -> None:
     fields = {**json.loads(by_name("h100").to_json()), **change}
