@@ -119,7 +119,7 @@ def test_two_gathers_of_one_dot_give_the_right_values(
 
 
 @pytest.mark.parametrize(
-    ("k_to_n", "winner"), [((8192, 512), 0), ((512, 2048), 1)], ids=["gather", "scatter"]
+    ("k_to_n", "winner"), [((8192, 1024), 0), ((512, 2048), 1)], ids=["gather", "scatter"]
 )
 def test_of_a_gather_and_a_scatter_of_one_dot_the_one_of_larger_benefit_has_it(
     k_to_n: Any, winner: int
@@ -215,15 +215,15 @@ def test_of_rings_that_wait_for_one_another_the_one_of_least_benefit_is_given_up
 
     def losers(ka: int, kb: int) -> list[int]:
         jitted = mapped(body, spmd.mesh_of(4), P("x"), P("x"), P(), P())
-        sites = explained(jitted, (16384, ka), (16384, kb), (ka, 1024), (kb, 1024))
+        sites = explained(jitted, (16384, ka), (16384, kb), (ka, 4096), (kb, 4096))
         assert sum(site.rewritten for site in sites) == 1
         benefits = [site.estimate.benefit_s for site in sites if site.estimate is not None]
         (loser,) = (i for i, site in enumerate(sites) if not site.rewritten)
         assert benefits[loser] == min(benefits)
         return [loser]
 
-    assert losers(4096, 512) == [1]
-    assert losers(512, 4096) == [0]
+    assert losers(4096, 1024) == [1]
+    assert losers(1024, 4096) == [0]
 
 
 # Policies.
@@ -286,12 +286,12 @@ def test_auto_takes_no_ring_that_is_predicted_to_need_more_memory() -> None:
         whole = lax.all_gather(x, "x", axis=1, tiled=True)
         return whole @ w, whole @ v, whole
 
-    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 8192), (8192, 28672))]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((8192, 8192), (8192, 16384))]
     across, specs = P(None, "x"), (P(None, "x"),) * 3
     jaxpr = mapped(body, spmd.mesh_of(4), *specs, out=(across,) * 3).trace(*arrays, arrays[1]).jaxpr
     (site,) = passes.sites(passes.make_plan(jaxpr, "auto", partial(given, by_name("tpu_v5p"))))
     assert site.estimate is not None and site.estimate.benefit_s > 0.03 * site.estimate.original_s
-    assert site.estimate.added_bytes > 8192 * 7168 * 4
+    assert site.estimate.added_bytes > 8192 * 4096 * 4
     assert (site.rewritten, site.reason) == (False, "not_profitable")
     assert "more temporary memory" in site.sentence
     (site,) = passes.sites(passes.make_plan(jaxpr, "always", partial(given, by_name("tpu_v5p"))))
