@@ -38,7 +38,7 @@ def all_gather_s(full_bytes: float, groups: Groups, topology: Topology, *, book:
       groups: the devices that gather together.
       topology: where they are.
       book: counts V bytes where (P-1)/P·V arrive, if every axis of the group wraps around: the scaling book's
-        formula, and `collectives.all_gather_s` on a ring.
+        formula, as `book` of `collectives.all_gather_s`.
     """
     network = _checked(full_bytes, groups, topology)
     return _gather_s(full_bytes, network, book)

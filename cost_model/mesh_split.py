@@ -171,7 +171,7 @@ def best_splits(
         raise ValueError(f"memory_bytes {memory_bytes!r} leaves no room for any weight")
     if unknown := [axis for axis in axes if axis not in IN_SLICE]:
         raise ValueError(f"unknown mesh axis {unknown[0]!r}; known: {', '.join(IN_SLICE)}")
-    if len(set(axes)) < len(tuple(axes)):
+    if len(set(axes)) < len(axes):
         raise ValueError(f"a mesh axis stands twice in {', '.join(axes)}")
     if not microbatches or min(whole(count, "microbatches") for count in microbatches) < 1:
         raise ValueError(f"microbatches {microbatches!r}: give at least one number, from 1 on")
