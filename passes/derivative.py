@@ -21,9 +21,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from passes import shims
-from passes.mapped import Mapped
-
-Function = Callable[..., list[Any]]
+from passes.results import Function, Results
 
 T = TypeVar("T")
 
@@ -43,9 +41,19 @@ def with_derivative_of(
     # What the program does not use is kept out, so that jit can still leave it out.
     used = _used(jaxpr)
     in_avals = _where(used, jaxpr.in_avals)
-    mapped = Mapped(jaxpr, used)
     original = _of_used(jex_core.jaxpr_as_fun(jaxpr), used)
     smooth = [_is_smooth(aval) for aval in jaxpr.out_avals]
+
+    def backwards(function: Function, *operands: Any) -> list[Any]:
+        """What a backward pass gives, rewritten."""
+
+        def rewritten() -> list[Any]:
+            return rewrite(jax.make_jaxpr(function)(*operands))(*operands)
+
+        return _or_else(rewritten, lambda: function(*operands), failed)
+
+    own = jax.make_jaxpr(lambda: ())()
+    form = Results(jaxpr, used, partial(_transposed, backwards))
 
     def along(active: Sequence[bool], primals: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
         """The program as a function of its active arguments: its smooth results, and beside them others."""
@@ -84,10 +92,7 @@ def with_derivative_of(
             def backward(*both: Any) -> list[Any]:
                 return list(jax.tree.unflatten(tree, both[: len(residuals)])(list(both[len(residuals) :])))
 
-            def rewritten() -> list[Any]:
-                return rewrite(jax.make_jaxpr(backward)(*residuals, *cotangents))(*residuals, *cotangents)
-
-            return _or_else(rewritten, lambda: backward(*residuals, *cotangents), failed)
+            return backwards(backward, *residuals, *cotangents)
 
         moved = _where(active, tangents)
         types = list(map(jax.typeof, results))
@@ -95,7 +100,7 @@ def with_derivative_of(
         def depends(axis_data: Any, primals: Sequence[bool], tangents: Sequence[bool]) -> list[bool]:
             told = _merged(active, tangents, [False] * len(active))
             batched = [primal or tangent for primal, tangent in zip(primals, told, strict=True)]
-            return _where(smooth, mapped.results(axis_data, batched))
+            return _where(smooth, form.batched(axis_data, batched))
 
         pushed = _linear(push, pull, residuals, list(primals), moved, types, forward_jaxpr, depends)
         zeros = [np.zeros(np.shape(other), jax.dtypes.float0) for other in others]
@@ -107,12 +112,14 @@ def with_derivative_of(
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         def by(made: Callable[..., tuple[list[Any], list[Any]]]) -> tuple[list[Any], list[Any]]:
             results, pushed = made(primals, tangents)
-            return mapped.aligned(primals, results), pushed
+            return form.aligned(own, original, primals, results), pushed
 
         return _or_else(partial(by, derivative), partial(by, plain), failed)
 
-    of_used = _of_used(run, used)
-    guarded = jax.custom_jvp(lambda *arguments: mapped.aligned(arguments, of_used(*arguments)))
+    # A transpose passes over a function of its own for whose results nothing comes back.
+    of_used = jax.custom_jvp(_of_used(run, used))
+    of_used.defjvp(plain)
+    guarded = jax.custom_jvp(lambda *arguments: form.aligned(own, original, arguments, of_used(*arguments)))
     guarded.defjvp(rule, symbolic_zeros=True)
     return lambda *arguments: guarded(*_where(used, arguments))
 
@@ -158,6 +165,26 @@ def _plain_derivative(
     moved = [full(*each) for each in zip(in_avals, primals, tangents, strict=True)]
     results, pushed = jax.jvp(original, tuple(primals), tuple(moved))
     return list(results), list(pushed)
+
+
+def _transposed(
+    backwards: Function, function: Function, arguments: Sequence[Any], cotangents: Sequence[Any]
+) -> list[Any]:
+    """What comes back for those arguments that are undefined, in which the function is linear; else None."""
+    linear = [ad.is_undefined_primal(argument) for argument in arguments]
+    known = [not moves for moves in linear]
+    fixed, types = _where(known, arguments), [argument.aval for argument in _where(linear, arguments)]
+    came = [not isinstance(cotangent, ad.Zero) for cotangent in cotangents]
+
+    def backward(*both: Any) -> list[Any]:
+        def f(*moved: Any) -> list[Any]:
+            at = _merged(known, both[: len(fixed)], [None] * len(known))
+            return _where(came, function(*_merged(linear, moved, at)))
+
+        return list(jax.linear_transpose(f, *types)(list(both[len(fixed) :])))
+
+    pulled = backwards(backward, *fixed, *_where(came, cotangents))
+    return _merged(linear, pulled, [None] * len(linear))
 
 
 def _is_smooth(aval: Any) -> bool:
@@ -267,7 +294,7 @@ def _batch(
     types = [shims.batched_type(axis_data, aval) for aval in params["types"]]
     push, pull = batched(params["push"]), batched(params["pull"])
     results = _linear(push, pull, residuals, primals, tangents, types, params["forward"], params["depends"])
-    # What is the same for all has no new dim, as in the program itself (see `Mapped`).
+    # What is the same for all has no new dim, as in the program itself (see `Results`).
     results = [
         result if own else shims.one_of(result, 0) for result, own in zip(results, varies, strict=True)
     ]

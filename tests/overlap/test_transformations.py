@@ -166,6 +166,13 @@ KEPT = pytest.mark.parametrize(
 """Policies under which nothing is rewritten."""
 
 
+def test_decorated_on_both_sides_has_each_site_once() -> None:
+    inner = always(jax.jit(mlp()), policy=lambda _: False)
+    report = always(jax.jit(lambda *arguments: 2 * inner(*arguments))).explain(*REF.arguments)
+    assert [site.kind for site in report.sites] == ["all_gather_dot", "dot_reduce_scatter"]
+    assert len(report.rewritten) == 2
+
+
 @KEPT
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_transformation_of_an_original_that_is_kept(name: str, policy: Any) -> None:
@@ -265,6 +272,89 @@ def test_the_linear_map_of_linearize_finds_the_mesh_by_itself(jitted: bool) -> N
     """Its arguments lie on one device, and no argument or constraint names the mesh."""
     linear = jax.linearize(always(jax.jit(mlp())), *REF.arguments)[1]
     check((jax.jit(linear) if jitted else linear)(*_tangents()), TANGENT)
+
+
+# Transposes of functions that are linear in an argument: ``y w v`` in ``y``.
+
+
+def _linear_body(y: Any, w: Any, v: Any) -> Any:
+    return lax.psum_scatter(lax.all_gather(y, "x", tiled=True) @ w @ v, "x", tiled=True)
+
+
+def _linear_map() -> Any:
+    return jax.jit(jax.shard_map(_linear_body, mesh=mesh_of(), in_specs=SPECS, out_specs=P("x")))
+
+
+def _transposed(f: Function, y: Any, w: Any, v: Any) -> Function:
+    return lambda c: jax.linear_transpose(lambda y: f(y, w, v), y)(c)[0]
+
+
+def test_linear_transpose_is_the_originals_rewritten() -> None:
+    y, w, v = map(jnp.asarray, REF.arguments)
+    transposed = _transposed(always(_linear_map()), y, w, v)
+    for run in (transposed, jax.jit(transposed)):
+        check(run(jnp.asarray(C)), REF.c @ (REF.w @ REF.v).T)
+    assert hops(transposed, jnp.asarray(C)) >= 6
+
+
+@KEPT
+def test_linear_transpose_of_an_original_that_is_kept(policy: Any) -> None:
+    y, w, v = map(jnp.asarray, REF.arguments)
+    run = _transposed(always(_linear_map(), policy=policy), y, w, v)
+    check(run(jnp.asarray(C)), REF.c @ (REF.w @ REF.v).T)
+
+
+def test_linear_transpose_and_vmap() -> None:
+    decorated = always(_linear_map())
+    y, w, v = map(jnp.asarray, REF.arguments)
+    ws, cs = jnp.stack([w, 3 * w]), jnp.stack([C, 2 * C])
+    back = REF.c @ (REF.w @ REF.v).T
+    check(jax.vmap(_transposed(decorated, y, w, v))(cs), np.stack([back, 2 * back]))
+    check(jax.vmap(lambda w, c: _transposed(decorated, y, w, v)(c))(ws, cs), np.stack([back, 6 * back]))
+    # Of the batched function, in an argument that is the same for all, and in one that is not.
+    for ys, axis, wanted in ((y, None, 7 * back), (jnp.stack([y, y]), 0, np.stack([back, 6 * back]))):
+        batched = jax.vmap(decorated, in_axes=(axis, 0, None))
+        check(_transposed(batched, ys, ws, v)(cs), wanted)
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12),
+    reason="before jax 0.12 a transpose goes into whatever has an effect, as a psum has inside of shard_map",
+)
+@pytest.mark.parametrize("vma", [True, False])
+def test_linear_transpose_inside_shard_map(vma: bool) -> None:
+    decorated = always(jax.jit(_linear_body))
+
+    def body(c: Any, w: Any, v: Any) -> Any:
+        return _transposed(decorated, jax.typeof(c), w, v)(c)
+
+    mapped = jax.shard_map(body, mesh=mesh_of(), in_specs=SPECS, out_specs=P("x"), check_vma=vma)
+    check(jax.jit(mapped)(C, *REF.arguments[1:]), REF.c @ (REF.w @ REF.v).T)
+
+
+def test_the_gradient_of_a_solver_around_it() -> None:
+    """Of ``y + y w v / 100 = b``: its gradient by ``b`` solves the transposed system."""
+    decorated = always(_linear_map())
+    b, w, v = map(jnp.asarray, REF.arguments)
+
+    def loss(b: Any) -> Any:
+        solved, _ = jax.scipy.sparse.linalg.bicgstab(lambda y: y + decorated(y, w, v) / 100, b)
+        return (solved * C).sum()
+
+    system = np.eye(REF.w.shape[0]) + REF.w @ REF.v / 100
+    check(jax.grad(loss)(b), REF.c @ np.linalg.inv(system).T)
+
+
+def test_linear_transpose_with_a_result_of_another_kind() -> None:
+    """Nothing comes back for keys of random numbers, nor for a result that the argument does not reach."""
+    y, w, v = map(jnp.asarray, REF.arguments)
+
+    def program(y: Any, w: Any, v: Any, key: Any) -> Any:
+        return _linear_map()(y, w, v), jax.random.split(key), w * 2
+
+    decorated = always(jax.jit(program))
+    run = _transposed(lambda y, w, v: decorated(y, w, v, jax.random.key(0))[::2], y, w, v)
+    check(run((jnp.asarray(C), jnp.zeros(w.shape))), REF.c @ (REF.w @ REF.v).T)
 
 
 @jax.custom_vjp

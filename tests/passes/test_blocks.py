@@ -27,7 +27,7 @@ from passes.collective import Collective
 from passes.gather_match import call_of
 from passes.graph import Dataflow, Literal, Operand, dataflow
 from passes.hops import Places
-from passes.mapped import aligned_p
+from passes.results import aligned_p
 from passes.schedule import WHOLE, Part
 from tests.passes import bodies, spmd
 
