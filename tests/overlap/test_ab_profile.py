@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding
 
 import overlap
 from overlap import ABReport, ab_command, ab_profile, overlap_collectives
+from tests.overlap.documented import undocumented
 from tests.overlap.mlp import SPECS, always, mesh_of, mlp, reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,6 +141,7 @@ def test_the_table_says_what_was_measured_and_on_what(profiled: tuple[ABReport, 
 def test_json_holds_every_figure(profiled: tuple[ABReport, Path]) -> None:
     report, _ = profiled
     data = json.loads(report.to_json())
+    assert undocumented(data, "profiling.md", "## The JSON") == set()
     assert data["schema"] == 1
     assert data["versions"] == {"overlap": overlap.__version__, "jax": jax.__version__}
     assert data["original"]["times_s"] == list(report.original.times_s)

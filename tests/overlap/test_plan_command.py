@@ -26,6 +26,7 @@ from passes.pricing import pricer
 from passes.rules import considered
 from passes.schedule import RingSchedule
 from tests.overlap.calibrations import calibration
+from tests.overlap.documented import undocumented
 from tests.passes import bodies
 
 V5P = by_name("tpu_v5p")
@@ -189,6 +190,7 @@ class TestTheCommand:
 
     def test_json_has_the_same_figures(self, capsys: pytest.CaptureFixture[str]) -> None:
         figures = json.loads(plan(capsys, *ON_16, "--json"))
+        assert undocumented(figures, "cost_model.md", "The JSON of `plan`") == set()
         chain, axis = chain_of("all_gather_dot", 8192, 8192, 2048), Axis(V5P, 16)
         best = explain(chain, axis, considered(chain, axis)).best
         assert figures["candidates"][0]["benefit_s"] == best.estimate.benefit_s

@@ -16,6 +16,7 @@ from overlap import __main__
 from passes import shims
 from passes.rules import considered
 from tests.overlap.calibrations import calibration
+from tests.overlap.documented import undocumented
 
 V5P = by_name("tpu_v5p")
 MODEL = Model(layers=4, d_model=4096, d_ff=16384, tokens=65536, heads=32, kv_heads=8, sequence=2048)
@@ -33,7 +34,9 @@ def split(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_json_has_every_split_with_the_prices_of_the_pass(capsys: pytest.CaptureFixture[str]) -> None:
-    figures = json.loads(split(capsys, *GIVEN, "--json"))["splits"]
+    told = json.loads(split(capsys, *GIVEN, "--json"))
+    assert undocumented(told, "cost_model.md", "The JSON of `split`") == set()
+    figures = told["splits"]
     steps = best_splits(MODEL, V5P, (2, 4), among=considered, starts_implied=not shims.EXPLICIT_STARTS)
     assert len(figures) == len(steps) == 4
     for found, step in zip(figures, steps, strict=True):
