@@ -227,25 +227,27 @@ def state_bytes(model: Model, split: Split) -> float:
 
 
 def axis_on(layout: Layout, axis: AxisName, hardware: Hardware) -> Axis:
-    """A mesh axis of a layout, with its links. Dimensions that it has no part of do not matter to it."""
+    """A mesh axis of a layout, with its links. Chips of dimensions that it has no part of do not matter."""
     return _axis(_dims(layout, axis), hardware)
 
 
 def _dims(layout: Layout, axis: AxisName) -> Dims:
     """What an axis has of each dimension: chips along it (0 within a chip), length, its part, its stride.
 
-    In one order, whichever dimensions they are: the links are the same.
+    In one order, whichever dimensions they are: the links are the same. The devices of a chip share its
+    links, so that they count for an axis that has no part of them, too: each of them is in a group of it.
     """
     number = IN_SLICE.index(axis)
+    alone = layout.size(axis) == 1
     found = (
         (
             length if dim < len(layout.shape) else 0,
             math.prod(parts),
             parts[number],
-            math.prod(parts[number + 1 :]),
+            math.prod(parts[number + 1 :]) if parts[number] > 1 else 1,
         )
         for dim, (length, parts) in enumerate(zip((*layout.shape, 0), layout.parts, strict=False))
-        if parts[number] > 1
+        if parts[number] > 1 or not (alone or dim < len(layout.shape))
     )
     return tuple(sorted(found, reverse=True))
 

@@ -30,14 +30,12 @@ class MadeAgain:
       roots: what these values are made of, beside arguments and constants.
       readers: the operations that read them made again.
       results: the results of the program that are made again.
-      read: all that making them reads and that is not made again: the roots, arguments, constants.
     """
 
     makers: Mapping[int, int] = dataclasses.field(default_factory=dict)
     roots: frozenset[int] = frozenset()
     readers: frozenset[int] = frozenset()
     results: frozenset[int] = frozenset()
-    read: frozenset[int] = frozenset()
 
 
 def made_again(
@@ -99,14 +97,8 @@ def made_again(
             makers.update(found)
             roots |= of
             readers.update(user for _, user in reads)
-    inputs = {o for op in makers.values() for o in flow.ops[op].inputs if isinstance(o, int)}
-    return MadeAgain(
-        makers,
-        frozenset(roots),
-        frozenset(readers - {-1}),
-        frozenset(later.keys() & {*makers, *roots}),
-        frozenset(roots | inputs - makers.keys()),
-    )
+    results = frozenset(later.keys() & {*makers, *roots})
+    return MadeAgain(makers, frozenset(roots), frozenset(readers - {-1}), results)
 
 
 def read_by_rings(flow: Dataflow, chains: Iterable[Chain]) -> frozenset[int]:

@@ -68,10 +68,7 @@ class _Rewriter:
         flow = plan.flow
         env: dict[int, Any] = {**flow.constants, **dict(zip(flow.inputs, arguments, strict=True))}
         places = PlacesOf(InFlight(alone=alone))
-        remaining = [len(users) for users in flow.users]
         twice = plan.made_again(later)
-        for value in twice.read:
-            remaining[value] += 1
 
         def read(operand: Operand) -> Any:
             return operand.val if isinstance(operand, Literal) else env[operand]
@@ -91,11 +88,6 @@ class _Rewriter:
             with shims.equation_scope(op.eqn, op.scope):
                 results = self._bind(plan, unit, op, values, alone)
             env.update(zip(op.outputs, results, strict=True))
-            for operand in op.inputs:
-                if isinstance(operand, int):
-                    remaining[operand] -= 1
-                    if not remaining[operand]:
-                        del env[operand]
         return [again.read(o) if o in twice.results else read(o) for o in flow.outputs]
 
     def _held_back(self, plan: Plan, unit: int, value: Any, places: PlacesOf) -> Any:

@@ -39,6 +39,7 @@ from cost_model.strategies import (
     pod_tokens,
     tokens_per_pod,
 )
+from cost_model.topology import Topology
 from cost_model.walk import walk_step_s
 
 V5P = by_name("tpu_v5p")
@@ -292,6 +293,35 @@ class TestTheSplit:
         assert both.all_gather_s(1e9) == pytest.approx(15 / 16 * 1e9 / (4 * 9e10))
         assert one.all_gather_s(1e9) == pytest.approx(3 / 4 * 1e9 / (2 * 9e10))
         assert layout.describe("fsdp") == "x, y" and layout.describe("tensor") == "z"
+
+    @pytest.mark.parametrize(
+        ("shape", "hardware"), [((2, 4), "tpu_7x"), ((4,), "tpu_7x"), ((2, 4, 2), "tpu_v5p")]
+    )
+    def test_an_axis_has_the_links_that_its_groups_have_on_the_whole_slice(
+        self, shape: tuple[int, ...], hardware: str
+    ) -> None:
+        """Of a chip of two devices both send, whichever of them an axis joins."""
+        of = by_name(hardware).on_slice(math.prod(shape))
+        slice_of = Topology.torus(shape, of, cores=of.devices_per_chip)
+        lengths = (*shape, *[of.devices_per_chip] * (of.devices_per_chip > 1))
+        for layout, (number, axis) in itertools.product(layouts(shape, of), enumerate(IN_SLICE)):
+            groups: dict[Any, list[tuple[Any, int]]] = {}
+            for device, at in enumerate(itertools.product(*map(range, lengths))):
+                strides = [math.prod(parts[number + 1 :]) for parts in layout.parts]
+                place = tuple(
+                    i // stride % parts[number]
+                    for i, stride, parts in zip(at, strides, layout.parts, strict=True)
+                )
+                rest = tuple(i - j * stride for i, j, stride in zip(at, place, strides, strict=True))
+                groups.setdefault(rest, []).append((place, device))
+            joined = tuple(tuple(device for _, device in sorted(group)) for group in groups.values())
+            if len(joined[0]) == 1:
+                continue
+            found, wanted = axis_on(layout, axis, of), Axis.of(slice_of, joined)
+            for sent in (0.0, 1e9):
+                assert found.all_gather_s(sent) == pytest.approx(wanted.all_gather_s(sent))
+                assert found.all_reduce_s(sent) == pytest.approx(wanted.all_reduce_s(sent))
+                assert found.permute_s(sent, 1) == pytest.approx(wanted.permute_s(sent, 1))
 
     def test_two_axes_that_share_a_dimension_share_its_links(self) -> None:
         layout = Layout((16,), ((1, 1, 4, 4),))

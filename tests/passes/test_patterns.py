@@ -481,6 +481,30 @@ def test_the_other_part_of_a_split_in_use_keeps_the_site() -> None:
 
 
 @VMA
+@pytest.mark.parametrize(
+    "f", [jax.nn.softmax, jax.nn.log_softmax, jax.nn.logsumexp], ids=lambda f: f.__name__
+)
+def test_a_softmax_over_the_gathered_dim_beside_a_dot_of_the_same(f: Any, check_vma: bool) -> None:
+    """Its maximum is read by operations that stay, and by a sum shard by shard after them."""
+    x, w = stacked((3, 5), (5, 6))
+
+    def body(x: Any, w: Any) -> Any:
+        gathered = lax.all_gather(x, "x", axis=0, tiled=True)
+        return gathered @ w + jnp.sum(f(gathered, axis=0))
+
+    def exact(g: Any, w: Any) -> Any:
+        shifted = g - g.max(0)
+        log_sum = np.log(np.exp(shifted).sum(0))
+        values = {"softmax": np.exp(shifted - log_sum), "log_softmax": shifted - log_sum}
+        return g @ w + np.sum(values.get(f.__name__, log_sum + g.max(0)))
+
+    outcome = spmd.run_both(body, (x, w), check_vma=check_vma)
+    gathered = [np.concatenate(x.astype(np.float64))] * 4
+    spmd.assert_as_good(outcome, [exact(g, b) for g, b in zip(gathered, w.astype(np.float64), strict=True)])
+    assert outcome.report.rewritten
+
+
+@VMA
 def test_jax_nn_softmax_over_the_gathered_dim_is_part_of_the_chain(check_vma: bool) -> None:
     x, w = stacked((3, 4), (16, 5))
     outcome = spmd.run_both(
