@@ -63,7 +63,7 @@ class Invariance:
         if op.name not in ("cond", "while"):
             return frozenset()
         values = (*op.inputs, *op.outputs)
-        axes = frozenset(axis for value in values for axis in _mapped_axes(self._flow.aval(value)))
+        axes = frozenset(axis for value in values for axis in mapped_axes(self._flow.aval(value)))
         if op.name == "cond":
             return axes - self.axes_of(op.inputs[0], axes)
         return frozenset(axis for axis in axes if not self._end_together(op, axis))
@@ -169,7 +169,7 @@ class Invariance:
         return self._apart[id(body)]
 
 
-def _mapped_axes(aval: Any) -> Iterator[str]:
+def mapped_axes(aval: Any) -> Iterator[str]:
     """The axes of several devices that are mapped over where there is a value of this type."""
     sharding = getattr(aval, "sharding", None)
     if sharding is not None:

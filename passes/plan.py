@@ -18,7 +18,7 @@ from passes.decide import Decision, Policy, TryOut, Unit, decide, program_order,
 from passes.emit import Ring
 from passes.epilogue import with_epilogues
 from passes.graph import COLLECTIVES, Dataflow, Op, Operand, dataflow
-from passes.invariance import Invariance
+from passes.invariance import Invariance, mapped_axes
 from passes.loops import LOOPS
 from passes.made_again import MadeAgain, made_again, read_by_rings
 from passes.match import match_dataflow
@@ -186,7 +186,7 @@ def make_plan(
       try_out: compiles and times a chain's schedules, for the policies ``verify`` and ``autotune``.
     """
     return _Planner(policy, hardware_of, differentiable, try_out).plan(
-        jaxpr, "", None, replaceable=True, mapped=None, alike=_Alike()
+        jaxpr, "", None, replaceable=True, mapped=None, alike=_entering(jaxpr)
     )
 
 
@@ -299,6 +299,21 @@ class _Alike:
     def of(self, flow: Dataflow) -> Mapping[int, frozenset[str]]:
         """The same by value of the jaxpr's graph."""
         return {value: axes for value, axes in zip(flow.inputs, self.arguments, strict=False) if axes}
+
+
+def _entering(jaxpr: Any) -> _Alike:
+    """What several devices have in common that come to a program, of whose surroundings nothing is known.
+
+    Inside of a shard_map there may be a branch around it that only some devices take. If no type tells what
+    differs between devices, as under ``check_vma=False``, then any argument may be the same on all.
+    """
+    body, _ = shims.open_jaxpr(jaxpr)
+    arguments = [var.aval for var in body.invars]
+    made = [var.aval for eqn in body.eqns for var in eqn.outvars]
+    axes = frozenset(axis for aval in arguments or made for axis in mapped_axes(aval))
+    told = bool(axes) and any(map(shims.varying_axes, (*arguments, *made)))
+    same = tuple(axes - shims.varying_axes(aval) if told else axes for aval in arguments)
+    return _Alike(axes, same, apart=axes)
 
 
 def _alike(op: Op, param: str, body: Any, invariance: Invariance, around: _Alike) -> _Alike:

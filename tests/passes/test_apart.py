@@ -136,6 +136,34 @@ def test_a_loop_whose_state_is_the_same_everywhere() -> None:
     assert reasons(body, 2.0) == {"policy_always"}
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("axes", ["x", ("x", "y")])
+def test_a_function_decorated_inside_shard_map_cannot_see_the_branch_around_it(
+    axes: Any, check_vma: bool
+) -> None:
+    """All devices come to what runs over the whole mesh, whatever stands around it."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    size = 4 if axes == ("x", "y") else 2
+    together = jax.jit(lambda x, w: gather(x, axes) @ w)
+
+    def mapped(run: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            alone = jax.jit(lambda x, w: jnp.tile(x @ w, (size, 1)))
+            chosen = lax.axis_index("y") == 0 if size == 2 else lax.psum(1.0, ("x", "y")) > 0
+            return lax.cond(chosen, run, alone, x[0], w[0])[None]
+
+        return jax.jit(
+            jax.shard_map(
+                body, mesh=mesh, in_specs=(PER_DEVICE,) * 2, out_specs=PER_DEVICE, check_vma=check_vma
+            )
+        )
+
+    x, w = X.astype(np.float32), W.astype(np.float32)
+    ring = overlap_collectives(together, policy="always", strict=True, hardware="tpu_v5p")
+    assert ("ppermute" in str(jax.make_jaxpr(mapped(ring))(x, w))) == (size == 4)
+    np.testing.assert_allclose(mapped(ring)(x, w), mapped(together)(x, w), rtol=1e-4, atol=1e-4)
+
+
 def test_within_a_function_that_is_mapped_from_outside() -> None:
     """Nothing is known there of the arguments."""
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])

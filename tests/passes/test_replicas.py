@@ -61,6 +61,20 @@ def test_one_that_differs_per_device_is_rewritten() -> None:
     assert decided(function, np.stack([X] * 4), W) == [("all_gather_dot", True, "policy_always")]
 
 
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("spec", [P(), P("x")], ids=["replicated", "sharded"])
+def test_a_function_decorated_inside_shard_map_goes_by_its_types(spec: P, check_vma: bool) -> None:
+    """Without types that tell, any argument may be the same on all devices, also where it is not."""
+    inside = overlap_collectives(jax.jit(contracted), policy="always", strict=True, hardware="tpu_v5p")
+    function = mapped(lambda x, w: inside(x, w)[None], spec, W_SPEC, out=P("x"), check_vma=check_vma)
+    made = np.asarray(function(X, W))
+    rows = np.asarray(X, np.float64).reshape(-1 if spec else 1, 2 if spec else 8, 64) @ W.astype(np.float64)
+    np.testing.assert_allclose(made, np.broadcast_to(rows, made.shape), rtol=1e-4, atol=1e-3)
+    assert spec == P("x") or (made == made[0]).all()
+    rewritten = "ppermute" in str(jax.make_jaxpr(function)(X, W))
+    assert rewritten == (spec == P("x") and check_vma)
+
+
 def test_the_other_dots_of_a_gather_are_rewritten_and_that_one_reads_the_whole() -> None:
     def body(x: Any, w: Any, v: Any) -> Any:
         whole = lax.all_gather(w, "x", axis=0, tiled=True)
