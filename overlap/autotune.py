@@ -22,7 +22,7 @@ from overlap.trial_times import Failed, Timed, Times
 from overlap.verify import compiled_for, log_failed, one_line
 from passes import Choice, Excerpt
 from passes.graph import equations
-from passes.shims import has_effects
+from passes.shims import has_effects, named_axes
 
 logger = logging.getLogger("overlap")
 
@@ -84,7 +84,16 @@ def harmless(jaxpr: Any, arguments: Sequence[jax.ShapeDtypeStruct]) -> bool:
     own = sum(math.prod(shard) * a.dtype.itemsize for shard, a in zip(shards, arguments, strict=True))
     if own > WHOLE_BYTES or has_effects(jaxpr):
         return False
-    return all(eqn.primitive.name not in HARMFUL for eqn in equations(jaxpr))
+    return not any(eqn.primitive.name in HARMFUL or _may_part(eqn) for eqn in equations(jaxpr))
+
+
+def _may_part(eqn: Any) -> bool:
+    """Whether it is a branch with a collective in it: by arguments that are not the user's, some devices only
+    may come there, and wait for the others for ever.
+    """
+    return eqn.primitive.name == "cond" and any(
+        named_axes(inner) for branch in eqn.params["branches"] for inner in equations(branch)
+    )
 
 
 def measured_times(

@@ -396,7 +396,23 @@ def printing(x: Any) -> Any:
     return x
 
 
-@pytest.mark.parametrize("function", [looping, calling, printing])
+def parting(x: Any) -> Any:
+    """A sum that all devices come to if the argument is the same on all, which nothing says."""
+
+    def body(x: Any) -> Any:
+        return jax.lax.cond(x[0] > 3, lambda x: jax.lax.psum(x, "x") / 4, lambda x: x, x)
+
+    spec = jax.sharding.PartitionSpec("x")
+    return jax.shard_map(body, mesh=mesh_of(4), in_specs=spec, out_specs=spec, check_vma=False)(x)
+
+
+def test_a_branch_that_only_computes_can_be_run_whole() -> None:
+    argument = jax.ShapeDtypeStruct((4,), jnp.float32)
+    branch = jax.jit(lambda x: jax.lax.cond(x[0] > 3, jnp.sin, jnp.cos, x))
+    assert autotune.harmless(branch.trace(argument).jaxpr, [argument])
+
+
+@pytest.mark.parametrize("function", [looping, calling, printing, parting])
 def test_programs_that_do_more_than_compute_are_not_run_whole(function: Any) -> None:
     argument = jax.ShapeDtypeStruct((4,), jnp.float32)
     assert not autotune.harmless(jax.jit(function).trace(argument).jaxpr, [argument])
