@@ -373,14 +373,16 @@ def _rounds_within(flow: Dataflow, ops: Sequence[Op]) -> bool:
     """Whether a conversion rounds, and another one follows: fake quantisation, which is meant to round.
 
     A result that is narrow up to the collective is rounded because the collective is to send less. So may be
-    what a dot itself gives in two bytes, which compilers do not round if it is widened at once.
+    what a dot of narrow operands gives in two bytes, which compilers do not round if it is widened at once.
     """
     rounded = False
     for op in ops:
         (value,) = op.outputs
         to = flow.avals[value].dtype
         if op.name == "dot_general":
-            rounded = rounded or jnp.dtype(to).itemsize < 2
+            operands = (flow.aval(operand).dtype for operand in op.inputs)
+            wider = any(jnp.issubdtype(of, jnp.floating) and not _holds(to, of) for of in operands)
+            rounded = rounded or wider or jnp.dtype(to).itemsize < 2
         elif op.name == "convert_element_type":
             if rounded:
                 return True

@@ -149,12 +149,16 @@ def test_a_narrower_result_asked_for_by_the_user_is_as_exact_as_the_original() -
 
 @pytest.mark.parametrize("narrow", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16"])
 @pytest.mark.parametrize("reduced", ["scattered", "summed"])
-def test_what_is_rounded_and_widened_again_is_rounded_in_a_ring_too(narrow: str, reduced: str) -> None:
+@pytest.mark.parametrize("by", ["conversion", "dot"])
+def test_what_is_rounded_and_widened_again_is_rounded_in_a_ring_too(
+    narrow: str, reduced: str, by: str
+) -> None:
     """Fake quantisation, which trains for a narrow type: a wider sum would be of another model."""
     x, w = normal(4, 16, 8), normal(4, 8, 24)
 
     def quantised(x: Any, w: Any) -> Any:
-        return (x @ w).astype(narrow).astype(jnp.float32)
+        y = (x @ w).astype(narrow) if by == "conversion" else jnp.matmul(x, w, preferred_element_type=narrow)
+        return y.astype(jnp.float32)
 
     def body(x: Any, w: Any) -> Any:
         y = quantised(x, w)
