@@ -194,7 +194,7 @@ def ring_hop_s(shard_bytes: float, axis_size: int, hardware: Hardware, *, direct
     it the last device reaches the first across the whole line, P-1 links against the direction of the others:
     no contention with one direction, but P-1 latencies; with two, every link carries a half-shard of each
     ring both ways, as many bytes as a whole shard one way, and nothing is gained. Where opposite hops do not
-    overlap, the halves take turns.
+    overlap, the halves take turns. Behind a switch both leave a device by its one way up.
 
     Raises:
       ValueError: there are neither 1 nor 2 directions, or as the collectives of `cost_model.collectives`.
@@ -210,7 +210,8 @@ def ring_hop_s(shard_bytes: float, axis_size: int, hardware: Hardware, *, direct
         return collectives.hop_s(shard_bytes, hardware, distance=distance)
     if not hardware.opposite_hops_overlap:
         return 2 * collectives.hop_s(shard_bytes / 2, hardware, distance=distance)
-    link_bytes = shard_bytes / 2 if hardware.has_wraparound(axis_size) else shard_bytes
+    apart = hardware.network != "switch" and hardware.has_wraparound(axis_size)
+    link_bytes = shard_bytes / 2 if apart else shard_bytes
     return collectives.hop_s(link_bytes, hardware, distance=distance)
 
 

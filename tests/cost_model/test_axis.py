@@ -11,6 +11,7 @@ import pytest
 from cost_model import Axis, Topology, all_gather_s, all_reduce_s, all_to_all_s, by_name, ring_hop_s
 from cost_model import group_collectives as groups_of
 from cost_model.axis import exchange_s
+from cost_model.mesh_split import pod_axis
 
 V5P, V5E, H100 = by_name("tpu_v5p"), by_name("tpu_v5e"), by_name("h100")
 MS = 9e7
@@ -81,6 +82,20 @@ def test_two_directions_halve_a_hop_only_with_wraparound() -> None:
 def test_behind_a_switch_two_directions_pay_the_latency_twice() -> None:
     assert ring_hop_s(1, 8, H100, directions=2) == 2 * H100.hop_latency_s
     assert ring_hop_s(1, 8, H100, directions=1) == H100.hop_latency_s
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_behind_a_switch_both_directions_leave_by_one_link(size: int, overlap: bool) -> None:
+    hardware = dataclasses.replace(H100, opposite_hops_overlap=overlap)
+    alone, placed = Axis(hardware, size), Axis.of(Topology.switch(size, hardware), (tuple(range(size)),))
+    assert alone.step_s(1e9, 2) == pytest.approx(placed.step_s(1e9, 2))
+    assert (size - 1) * alone.step_s(1e9, 2) >= all_gather_s(size * 1e9, size, hardware)
+
+
+def test_two_directions_between_pods_share_a_device_s_network() -> None:
+    pods = pod_axis(V5P, 4)
+    assert 3 * pods.step_s(1e9, 2) >= all_gather_s(4e9, 4, pods.hardware)
 
 
 def test_without_wraparound_the_last_hop_crosses_the_whole_line() -> None:
