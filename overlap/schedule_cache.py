@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import tempfile
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from overlap.trial_times import Failed, Timed, Times
+
+logger = logging.getLogger("overlap")
 
 SCHEMA: Final = 1
 """Version of the files."""
@@ -25,7 +28,11 @@ def default_directory() -> Path | None:
     """Where trials are kept: ``$OVERLAP_CACHE_DIR``, or a directory in the user's cache; None for nowhere."""
     named = os.environ.get(VARIABLE)
     if named is not None:
-        return Path(named).expanduser() if named else None
+        try:
+            return Path(named).expanduser() if named else None
+        except RuntimeError as error:
+            _warn(f"{VARIABLE} names {named} ({error}): nothing is kept, and every process tries schedules anew")
+            return None
     try:
         home = Path.home()
     except RuntimeError:
@@ -63,11 +70,7 @@ class ScheduleCache:
         except FileNotFoundError:
             return None
         except (ValueError, OverflowError, RecursionError) as error:
-            warnings.warn(
-                f"{path} is damaged ({error}): it is ignored, and the schedules are tried again",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            _warn(f"{path} is damaged ({error}): it is ignored, and the schedules are tried again")
             return None
         except OSError as error:
             self._unusable(error)
@@ -107,12 +110,21 @@ class ScheduleCache:
         if self._warned:
             return
         self._warned = True
-        warnings.warn(
+        _warn(
             f"the schedules that were tried cannot be kept in {self._directory} ({error}), so that every "
-            f"process tries them anew; {VARIABLE} names another directory, or none if it is empty",
-            RuntimeWarning,
-            stacklevel=3,
+            f"process tries them anew; {VARIABLE} names another directory, or none if it is empty"
         )
+
+
+def _warn(message: str) -> None:
+    """Warns of a file or directory. Where warnings are errors it is logged.
+
+    Raised it would end the trials of this process, and others, whose files are in order, would wait for it.
+    """
+    try:
+        warnings.warn(message, RuntimeWarning, stacklevel=4)
+    except RuntimeWarning:
+        logger.warning(message)
 
 
 def record(key: str, times: Times, choices: Sequence[object]) -> dict[str, Any]:

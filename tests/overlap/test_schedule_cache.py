@@ -170,6 +170,18 @@ for number in range(1, 401):
 """
 
 
+def test_where_warnings_are_errors_a_damaged_file_does_not_end_the_trials(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of several processes one would end alone, and the others would wait."""
+    (tmp_path / "key.json").write_text("{")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ScheduleCache(tmp_path).load("key", SCHEDULES) is None
+        ScheduleCache(tmp_path / "key.json").store("key", TIMES, SCHEDULES, {})
+    assert "is damaged" in caplog.text and "cannot be kept in" in caplog.text
+
+
 def test_processes_that_write_at_once_leave_whole_files(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     writers = [
@@ -212,6 +224,11 @@ class TestDirectory:
     def test_is_the_one_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(VARIABLE, "/some/where")
         assert default_directory() == Path("/some/where")
+
+    def test_is_none_if_the_home_it_names_is_not_known(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(VARIABLE, "~no-such-user/cache")
+        with pytest.warns(RuntimeWarning, match=r"OVERLAP_CACHE_DIR names ~no-such-user/cache \("):
+            assert default_directory() is None
 
     def test_is_none_if_the_name_is_empty(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(VARIABLE, "")
