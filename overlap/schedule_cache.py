@@ -31,7 +31,7 @@ def default_directory() -> Path | None:
         try:
             return Path(named).expanduser() if named else None
         except RuntimeError as error:
-            _warn(f"{VARIABLE} names {named} ({error}): nothing is kept, and every process tries schedules anew")
+            _warn(f"{VARIABLE} names {named} ({error}): nothing is kept, and each process tries all anew")
             return None
     try:
         home = Path.home()
