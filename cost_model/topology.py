@@ -136,9 +136,11 @@ class Topology:
     ) -> Topology:
         """The network between JAX devices, read from their coordinates, slices and processes.
 
-        A slice spans the coordinates of the devices given. A dimension wraps around where the hardware does
-        at its full length, whatever the others: the scaling book's rule. Google's page of v5p says otherwise
-        of slices smaller than 4x4x4, such as 2x2x4: no wraparound at all; `wraparound` can say so.
+        A dimension wraps around where the hardware does at its full length, whatever the others: the scaling
+        book's rule. Google's page of v5p says otherwise of slices smaller than 4x4x4, such as 2x2x4: no
+        wraparound at all; `wraparound` can say so. Devices that lie in a part of a slice have no wraparound
+        where it goes on. It spans the coordinates of all devices of their client, or without one of those
+        given.
 
         If the devices are finer than the hardware (a core each, where it describes a chip), the topology's
         `hardware` is that of a part: see `Hardware.per_core`. GPUs of one host share an NVLink switch.
@@ -160,23 +162,23 @@ class Topology:
             return cls._behind_switches(listed, hardware)
         if any(getattr(device, "coords", None) is None for device in listed):
             return cls.logical(mesh_shape, hardware)
-        domains = _numbered(getattr(device, "slice_index", None) or 0 for device in listed)
-        lows = {
-            domain: tuple(
-                min(device.coords[dim] for device, of in zip(listed, domains, strict=True) if of == domain)
-                for dim in range(len(listed[0].coords))
-            )
-            for domain in set(domains)
-        }
+        domains = _numbered(map(_slice_of, listed))
+        spans = _spans(listed)
         places = tuple(
             Place(
                 domain,
-                tuple(at - low for at, low in zip(device.coords, lows[domain], strict=True)),
+                tuple(at - low for at, (low, _) in zip(device.coords, spans[_slice_of(device)], strict=True)),
                 getattr(device, "core_on_chip", None) or 0,
             )
             for device, domain in zip(listed, domains, strict=True)
         )
         shape = tuple(1 + max(place.coords[dim] for place in places) for dim in range(len(places[0].coords)))
+        if wraparound is None and (client := getattr(listed[0], "client", None)) is not None:
+            whole = _spans(device for device in client.devices() if _slice_of(device) in spans)
+            entire = [all(spans[of][dim] == whole[of][dim] for of in spans) for dim in range(len(shape))]
+            wraparound = [
+                full and wraps for full, wraps in zip(entire, _wraparound(shape, hardware), strict=True)
+            ]
         return cls._torus(places, shape, hardware, wraparound)
 
     @classmethod
@@ -341,7 +343,7 @@ class Topology:
         wraparound: Sequence[bool] | None,
     ) -> Topology:
         if wraparound is None:
-            wraparound = [length > 2 and hardware.has_wraparound(length) for length in shape]
+            wraparound = _wraparound(shape, hardware)
         cores = 1 + max(place.core for place in places)
         device = hardware.per_core(cores)
         slices = len({place.domain for place in places})
@@ -372,6 +374,24 @@ class Topology:
             return cls.switch(len(places), hardware)
         description = f"{len(counts)} hosts of {max(counts.values())} {hardware.name}, each behind one switch"
         return cls(hardware, description, tuple(places))
+
+
+def _slice_of(device: Any) -> int:
+    """The number of the slice that a TPU's device is in."""
+    return getattr(device, "slice_index", None) or 0
+
+
+def _spans(devices: Iterable[Any]) -> dict[int, tuple[tuple[int, int], ...]]:
+    """Per slice the least and the largest coordinate of its devices, along each dimension."""
+    found: dict[int, list[Any]] = {}
+    for device in devices:
+        found.setdefault(_slice_of(device), []).append(device.coords)
+    return {of: tuple((min(at), max(at)) for at in zip(*all_of, strict=True)) for of, all_of in found.items()}
+
+
+def _wraparound(shape: Sequence[int], hardware: Hardware) -> list[bool]:
+    """Per dimension of a slice, whether it wraps around."""
+    return [length > 2 and hardware.has_wraparound(length) for length in shape]
 
 
 def _numbered(values: Iterable[int]) -> list[int]:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,17 @@ def test_a_dimension_wraps_around_at_its_full_length_only(
     topology = Topology.from_devices(tpus(*shape), hardware)
     assert (topology.shape, topology.wraparound) == (shape, wraparound)
     assert Topology.torus(shape, hardware).wraparound == wraparound
+
+
+def test_a_part_of_a_slice_has_no_wraparound_where_the_slice_goes_on() -> None:
+    slices = tpus(8, 4, 4, slices=2)
+    for device in slices:
+        object.__setattr__(device, "client", SimpleNamespace(devices=lambda: slices))
+    half = [device for device in slices if device.coords is not None and device.coords[0] < 4]
+    for part, wraparound in ((half, (False, True, True)), (slices, (True, True, True))):
+        assert Topology.from_devices(part, _V5P).wraparound == wraparound
+    assert Topology.from_devices(half, _V5P, wraparound=(True, True, True)).wraparound == (True, True, True)
+    assert Topology.from_devices(half[:64], _V5P).size == 64
 
 
 def test_coordinates_count_from_the_slice_s_own_corner() -> None:
