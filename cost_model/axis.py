@@ -61,7 +61,13 @@ class Axis:
 
     @classmethod
     def of(cls, topology: Topology, groups: Groups, cell: tuple[Topology, Groups] | None = None) -> Axis:
-        """The axis along these groups of devices; `cell` as the attribute."""
+        """The axis along these groups of devices; `cell` as the attribute.
+
+        Raises:
+          ValueError: there is no group, or one without devices.
+        """
+        if not groups or not all(groups):
+            raise ValueError("an axis has at least one group, of at least one device")
         hardware = topology.hardware
         if topology.shape:
             hardware = hardware.on_slice(math.prod(topology.shape))

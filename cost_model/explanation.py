@@ -259,7 +259,10 @@ def explain(chain: PlainChain, axis: Axis, among: Sequence[Form] | None = None) 
         raise ValueError("an axis of one device communicates nothing: give at least 2")
     if misfit := chain.misfit(axis.size):
         raise ValueError(misfit)
-    candidates = [_candidate(chain, form, axis) for form in among or forms(chain, axis)]
+    among = forms(chain, axis) if among is None else among
+    if not among:
+        raise ValueError("among names no form: give at least one, or leave it out for all that fit")
+    candidates = [_candidate(chain, form, axis) for form in among]
     # A stable sort: of equals the simplest stays first, as the pass has it.
     candidates.sort(key=lambda candidate: candidate.estimate.rank, reverse=True)
     collective = _collective(chain, axis)

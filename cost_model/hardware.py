@@ -244,13 +244,13 @@ class Hardware:
         """Whether the last device of a mesh axis of this size is a neighbour of the first.
 
         The inference TPUs (v5e, v6e) join the ends of a full axis of 16, the training TPUs (v4, v5p, 7x)
-        those of an axis that is a multiple of 4 (scaling book, "How to Think About TPUs"). An axis that is a
-        multiple of those and folds through several physical axes closes on itself too. Behind a switch every
-        pair is one hop apart.
+        those of an axis that is a multiple of 4 (scaling book, "How to Think About TPUs"); two devices are
+        neighbours once, not twice. An axis that is a multiple of those and folds through several physical
+        axes closes on itself too. Behind a switch every pair is one hop apart.
         """
         if self.network == "switch":
             return True
-        return self.wraparound_multiple > 0 and axis_size % self.wraparound_multiple == 0
+        return self.wraparound_multiple > 0 and axis_size > 2 and axis_size % self.wraparound_multiple == 0
 
     def to_json(self) -> str:
         """A JSON object with every field and the `schema` version; `from_json` reads it back unchanged."""

@@ -130,7 +130,12 @@ def matmul_s(
       accumulator: dtype of an array of the result's shape that is added in the same fusion, such as a ring's
         partial sum; None if there is none. Addition itself is free; the array is read.
       accumulator_on_chip: whether it lies on the chip, and needs no reading from main memory.
+
+    Raises:
+      TypeError: the hardware is none.
     """
+    if not isinstance(hardware, Hardware):
+        raise TypeError(f"hardware must be a Hardware, such as by_name('tpu_v5p'), got {hardware!r}")
     if not matmul.flops:
         return 0.0
     table = table_of(hardware)

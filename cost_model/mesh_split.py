@@ -173,6 +173,7 @@ def best_splits(
         raise ValueError(f"unknown mesh axis {unknown[0]!r}; known: {', '.join(IN_SLICE)}")
     if len(set(axes)) < len(axes):
         raise ValueError(f"a mesh axis stands twice in {', '.join(axes)}")
+    microbatches = tuple(microbatches)
     if not microbatches or min(whole(count, "microbatches") for count in microbatches) < 1:
         raise ValueError(f"microbatches {microbatches!r}: give at least one number, from 1 on")
     slice_of = _Slice(hardware, shape, pods, among, starts_implied)
@@ -369,8 +370,7 @@ def _laid(dims: Dims, hardware: Hardware, within: Dims = ()) -> tuple[Topology, 
 def _torus(shape: tuple[int, ...], hardware: Hardware, cores: int, open_ends: tuple[bool, ...]) -> Topology:
     """The chips of some of the dimensions, one and the same for all axes there."""
     wraparound = [
-        not ends and length > 2 and hardware.has_wraparound(length)
-        for length, ends in zip(shape, open_ends, strict=True)
+        not ends and hardware.has_wraparound(length) for length, ends in zip(shape, open_ends, strict=True)
     ]
     return Topology.torus(shape, hardware, cores=cores, wraparound=wraparound)
 

@@ -195,6 +195,8 @@ class Topology:
         Logical ids count through the last dimension fastest, and through the cores of a chip before the next
         chip. `wraparound` is per dimension; by default, where the hardware wraps at that length.
         """
+        if hardware.network != "torus":
+            raise ValueError(f"{hardware.name} has no torus: its devices are behind a switch")
         if cores < 1 or not shape or min(shape) < 1:
             raise ValueError(f"a slice has at least one chip and one core, got {tuple(shape)} × {cores}")
         places = tuple(
@@ -391,7 +393,7 @@ def _spans(devices: Iterable[Any]) -> dict[int, tuple[tuple[int, int], ...]]:
 
 def _wraparound(shape: Sequence[int], hardware: Hardware) -> list[bool]:
     """Per dimension of a slice, whether it wraps around."""
-    return [length > 2 and hardware.has_wraparound(length) for length in shape]
+    return [hardware.has_wraparound(length) for length in shape]
 
 
 def _numbered(values: Iterable[int]) -> list[int]:

@@ -57,10 +57,11 @@ def typed(value: Any, of: Any, what: str) -> Any:
     right = isinstance(value, _NUMBERS.get(kind, kind))
     if not right or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{what} must be {_NAMES[kind]}, got {reprlib.repr(value)}")
-    if kind is float:
+    if kind in (int, float):
         try:
             as_float = float(value)
         except OverflowError:
             raise ValueError(f"{what} is too large, got {reprlib.repr(value)}") from None
-        return value if isinstance(value, int | float) else as_float
+        if kind is float:
+            return value if isinstance(value, int | float) else as_float
     return int(value) if kind is int else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -376,6 +377,8 @@ def _check(data: Any, types: Mapping[str, type | tuple[type, ...]], what: str) -
             options = expected if isinstance(expected, tuple) else (expected,)
             wanted = " or ".join(dict.fromkeys(_JSON_NAMES[option] for option in options))
             raise ValueError(f"{name} of {what} must be {wanted}, not {_json_type(data[name])}")
+        if isinstance(data[name], int) and data[name].bit_length() > sys.float_info.max_exp:
+            raise ValueError(f"{name} of {what} is too large: it has {data[name].bit_length()} bits")
 
 
 _JSON_NAMES: Mapping[type, str] = {

@@ -350,6 +350,9 @@ def _dot(lhs: Shape, rhs: Shape, result: Shape, dimensions: Dimensions | None) -
         batch = tuple(range(rank - 2))
         dimensions = ((rank - 1,), (max(len(rhs.dims) - 2, 0),), batch, batch[: max(len(rhs.dims) - 2, 0)])
     lhs_contracting, rhs_contracting, lhs_batch, rhs_batch = dimensions
+    for of, named in ((lhs, lhs_contracting + lhs_batch), (rhs, rhs_contracting + rhs_batch)):
+        if beyond := [dim for dim in named if dim >= len(of.dims)]:
+            raise ValueError(f"a dot names dimension {beyond[0]} of an operand with {len(of.dims)}")
     return Matmul(
         batch=math.prod(lhs.dims[d] for d in lhs_batch),
         m=_free(lhs.dims, lhs_contracting + lhs_batch),

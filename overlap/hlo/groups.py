@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from overlap.hlo.attributes import unquote
-from overlap.hlo.module import Instruction, Module, collective_instruction
+from overlap.hlo.module import MOST_DEVICES, Instruction, Module, collective_instruction
 
 Groups = tuple[tuple[int, ...], ...]
 """Numbers of devices, by group."""
@@ -25,7 +25,6 @@ _MESH: Final = re.compile(
     rf"(?:mesh\[({_SIZES})\]|@\w*<({_SIZES})>)"
     rf"(?:, ?device_ids=\((?:\[([\d,]+)\](?:T\(([\d,]+)\))?|([\d,]+))\))? ?\{{({_REF}(?:,{_REF})*)\}}"
 )
-_MOST: Final = 1 << 22  # devices; a text that names more is damaged
 _SIZE: Final = re.compile(rf"({_AXIS_NAME})=(\d+)")
 _AXIS: Final = re.compile(rf"({_AXIS_NAME})(?::\((\d+)\)(\d+))?")
 
@@ -130,7 +129,7 @@ def _iota(dims: tuple[int, ...], order: tuple[int, ...], text: str) -> np.ndarra
     """The numbers from 0, shaped and transposed."""
     if order and sorted(order) != list(range(len(dims))):
         raise ValueError(f"no permutation of the dimensions in {text[:80]!r}")
-    if math.prod(dims) > _MOST:
+    if math.prod(dims) > MOST_DEVICES:
         raise ValueError(f"{math.prod(dims)} devices in {text[:80]!r}")
     numbers = np.arange(math.prod(dims)).reshape(dims)
     return numbers.transpose(order) if order else numbers

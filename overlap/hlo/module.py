@@ -22,6 +22,9 @@ __all__ = [
     "estimated_cycles",
 ]
 
+MOST_DEVICES: Final = 1 << 18
+"""Devices of one program; a text that names more is damaged."""
+
 COLLECTIVES: Final = frozenset(
     {
         "all-gather",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from overlap.hlo import attributes as text_of
 from overlap.hlo.attributes import STRING, Frames, nested
-from overlap.hlo.module import Computation, Instruction, Module
+from overlap.hlo.module import MOST_DEVICES, Computation, Instruction, Module
 from overlap.hlo.shapes import Shape, parse_shape
 
 _NAME: Final = r"[\w.\-]+"
@@ -147,6 +148,8 @@ class _Reader:
             if not count:
                 raise self.error(f"{key} is no number of devices", 0)
             counts[key] = count
+        if math.prod(counts.values()) > MOST_DEVICES:
+            raise self.error(f"{' × '.join(map(str, counts.values()))} devices are more than there are", 0)
         return Module(
             name=name,
             computations=self.computations,

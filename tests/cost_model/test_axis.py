@@ -24,6 +24,19 @@ def whole_slice(*shape: int) -> Axis:
     return Axis.of(topology, (tuple(range(topology.size)),))
 
 
+@pytest.mark.parametrize("groups", [(), ((), ())])
+def test_an_axis_of_groups_has_a_device(groups: Any) -> None:
+    with pytest.raises(ValueError, match="an axis has at least one group, of at least one device"):
+        Axis.of(Topology.torus((4,), V5P), groups)
+
+
+def test_two_devices_are_neighbours_once() -> None:
+    own = dataclasses.replace(V5P, wraparound_multiple=1)
+    placed = Axis.of(Topology.torus((2,), own), ((0, 1),))
+    for directions in (1, 2):
+        assert Axis(own, 2).step_s(1e9, directions) == pytest.approx(placed.step_s(1e9, directions))
+
+
 @pytest.mark.parametrize("size", [0, -1])
 def test_an_axis_has_a_device(size: int) -> None:
     with pytest.raises(ValueError, match=f"axis_size must be at least 1, got {size}"):

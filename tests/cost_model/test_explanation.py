@@ -276,6 +276,10 @@ class TestTerms:
         with pytest.raises(TypeError, match="chain must be a PlainChain, as chain_of makes, got None"):
             explain(nothing, RING)
 
+    def test_no_form_is_not_every_form(self) -> None:
+        with pytest.raises(ValueError, match="among names no form"):
+            explain(gather(), RING, ())
+
 
 class TestForms:
     def test_an_axis_of_several_rings_has_forms_for_each(self) -> None:

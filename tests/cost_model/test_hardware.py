@@ -43,6 +43,7 @@ WRONG = pytest.mark.parametrize(
         ({"matmul_tile": [8, 128]}, "matmul_tile must be a list of 3"),
         ({"hbm_bytes_per_s": -1}, "hbm_bytes_per_s"),
         ({"name": None}, "name must be a string"),
+        ({"devices_per_chip": 10**400}, "devices_per_chip is too large"),
     ],
 )
 

@@ -133,6 +133,11 @@ def test_sizes_are_whole_numbers(bad: dict[str, Any]) -> None:
         dataclasses.replace(Matmul(m=8, k=8, n=8), **bad)
 
 
+def test_a_name_is_no_hardware() -> None:
+    with pytest.raises(TypeError, match=r"hardware must be a Hardware, .*, got 'h100'"):
+        matmul_s(Matmul(m=8, k=8, n=8), "h100")  # type: ignore[arg-type]
+
+
 def test_numpy_s_whole_numbers_are_as_good_and_do_not_overflow() -> None:
     size: Any = np.int32(2**15)
     matmul = Matmul(m=size, k=size, n=size)

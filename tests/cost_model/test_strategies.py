@@ -498,6 +498,8 @@ class TestTheSplit:
 
     def test_what_is_no_whole_number_or_no_model_is_refused(self) -> None:
         given: Any = {"layers": 1, "d_model": 64, "d_ff": 64, "tokens": 8}
+        with pytest.raises(ValueError, match=r"tokens must be below 2\*\*63, got a number of 1329 bits"):
+            Model(**{**given, "tokens": 10**400})
         with pytest.raises(TypeError, match=r"tokens must be a whole number, got 8\.5"):
             Model(**{**given, "tokens": 8.5})
         with pytest.raises(TypeError, match=r"fsdp must be a whole number, got 2\.5"):

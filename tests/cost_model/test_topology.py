@@ -62,6 +62,11 @@ def test_a_dimension_wraps_around_at_its_full_length_only(
     assert Topology.torus(shape, hardware).wraparound == wraparound
 
 
+def test_gpus_are_no_torus() -> None:
+    with pytest.raises(ValueError, match="h100 has no torus: its devices are behind a switch"):
+        Topology.torus((4,), _H100)
+
+
 def test_a_part_of_a_slice_has_no_wraparound_where_the_slice_goes_on() -> None:
     slices = tpus(8, 4, 4, slices=2)
     for device in slices:

@@ -229,6 +229,10 @@ class TestTheCommand:
             ((*GIVEN, "--topology", "v5p:4x4", "--axis-size", "3"), "does not divide"),
             ((*GIVEN[:-1], "1,2", "--hardware", "tpu_v5p", "--axis-size", "4"), "is not M,K,N"),
             ((*ON_16, "--dtype", "soft"), "unknown dtype"),
+            (
+                ("plan", "--pattern", "dot_psum", "--shape", f"8,8,{10**400}", *ON_16[-4:]),
+                "N must be below 2**63",
+            ),
             ((*ON_16, "--dtype", "float99"), "unknown dtype 'float99'; known: bool, float4"),
             ((*ON_16, "--operand", "rhs"), "no dim of the rhs"),
             (

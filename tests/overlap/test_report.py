@@ -293,6 +293,7 @@ class TestJson:
             (lambda d: d["sites"][0].update(estimate=[]), "estimate of site 1 must be an object or null"),
             (lambda d: d["sites"][0]["estimate"].pop("dot_s"), "the estimate of site 1 lacks dot_s"),
             (lambda d: d["sites"][0]["estimate"].update(dot_s="1"), "dot_s of the estimate of site 1"),
+            (lambda d: d["sites"][0]["estimate"].update(dot_s=10**400), "dot_s of .* is too large"),
         ],
     )
     def test_wrong_content_is_a_value_error_that_names_it(self, change: Any, message: str) -> None:

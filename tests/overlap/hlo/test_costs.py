@@ -52,6 +52,15 @@ def test_at_the_bandwidth_elementwise_work_takes_its_bytes_or_its_cycles(
     assert cost(body).seconds == pytest.approx(micros * 1e-6)
 
 
+def test_a_dot_that_names_a_dimension_beyond_its_operand_s_is_refused() -> None:
+    body = (
+        "  %a = f32[8,4]{1,0} parameter(0)\n  %b = f32[4,2]{1,0} parameter(1)\n"
+        "  ROOT %c = f32[8,2]{1,0} dot(%a, %b), lhs_contracting_dims={7}, rhs_contracting_dims={0}"
+    )
+    with pytest.raises(ValueError, match="a dot names dimension 7 of an operand with 2"):
+        cost(body, GPU)
+
+
 def test_at_the_bandwidth_a_matmul_takes_its_cycles() -> None:
     body = (
         "  %a = bf16[512,1024]{1,0} parameter(0)\n  %b = bf16[1024,256]{1,0} parameter(1)\n"

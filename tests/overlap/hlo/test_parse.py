@@ -338,6 +338,11 @@ def test_what_is_refused_and_where(old: str, new: str, line: int, problem: str) 
     assert str(error.value).startswith(f"line {line}: ")
 
 
+def test_more_devices_than_there_are_is_a_damaged_text() -> None:
+    with pytest.raises(ParseError, match="2 × 99999999999 devices are more than there are"):
+        parse(GOOD.replace("\n", ", replica_count=99999999999\n", 1))
+
+
 def test_a_long_line_is_cut_in_the_message() -> None:
     with pytest.raises(ParseError) as error:
         parse(GOOD.replace("add(%a, %b)", f"add(%a, %{'z' * 10_000})"))
