@@ -311,7 +311,8 @@ class _Walk:
                     history = []
                     break
             else:
-                if done == WALKED < trips:
+                # After a period that repeated a few are left, too few to take a mean of.
+                if WALKED <= done < trips and len(history) >= PERIOD:
                     streams.repeat(history[-PERIOD][1], (trips - done) / PERIOD)
                     done = trips
                     simulation.note(

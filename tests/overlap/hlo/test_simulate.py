@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
+
 import pytest
 
 from cost_model import by_name
@@ -380,6 +383,16 @@ def test_what_a_loop_leaves_on_the_links_delays_what_follows() -> None:
     first = by_name_of(timeline)["a"]
     assert first.end_s == pytest.approx(HOP_S)
     assert timeline.total_s == pytest.approx((WALKED + 2) * HOP_S), "each hop waits for the one before"
+
+
+def test_what_is_left_after_a_period_of_three_is_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often iterations repeat, none is lost where the count of those walked at most is reached."""
+    module = importlib.import_module("overlap.hlo.simulate")
+    asked = itertools.count(1)
+    # Compared with one before, then with two, then with three: only the last is said to be the same, once.
+    monkeypatch.setattr(module, "same", lambda one, other: next(asked) == 6)
+    timeline = timed(*looped(STEP, WALKED + 1))
+    assert timeline.total_s == pytest.approx((WALKED + 1) * HOP_S)
 
 
 def test_of_a_conditional_the_slowest_branch_runs() -> None:
