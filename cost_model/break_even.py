@@ -47,8 +47,8 @@ class BreakEven:
 
     Attributes:
       variable: "tokens", the rows (of M) that each device contributes or keeps, all where M is not cut;
-        "axis_size", devices on the axis, with the whole dot's sizes as they are; "bandwidth", bytes per
-        second of the axis's links, one way.
+        "axis_size", devices on the axis, with the whole dot's sizes as they are, but M rounded up to a
+        multiple of them; "bandwidth", bytes per second of the axis's links, one way.
       here: the value as given.
       points: (value, the best form's price), in ascending order; it pays as `plain_chain.pays` has it.
       crossings: where that changes.
