@@ -111,10 +111,7 @@ def _options(arguments: argparse.Namespace) -> tuple[Hardware | None, tuple[int,
     hardware = None if arguments.hardware is None else hardware_of(arguments.hardware)
     if arguments.topology is None:
         return hardware, None
-    hardware, chips = tpu_slice.slice_on(arguments.topology, hardware)
-    if hardware is None:
-        raise ValueError(f"--topology {arguments.topology} needs --hardware, or its name, such as v5p:2x2x4")
-    return hardware, chips
+    return tpu_slice.slice_on(arguments.topology, hardware)
 
 
 def _timeline(module: Module, hardware: Hardware | None, chips: tuple[int, ...] | None) -> Timeline:

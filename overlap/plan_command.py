@@ -220,8 +220,6 @@ def _axis(arguments: argparse.Namespace) -> Axis:
             raise PlanError("give --hardware and --axis-size, or --topology, such as v5p:4x4x4")
         return Axis(hardware, size)
     hardware, shape = tpu_slice.slice_on(arguments.topology, hardware)
-    if hardware is None:
-        raise PlanError(f"--topology {arguments.topology} needs --hardware, or its name, such as v5p:4x4x4")
     count = hardware.devices_per_chip
     for chips in shape:
         count *= chips

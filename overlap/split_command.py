@@ -155,10 +155,7 @@ def _slice(arguments: argparse.Namespace) -> tuple[Hardware, tuple[int, ...]]:
       ValueError: they are unknown, or contradict each other.
     """
     given = None if arguments.hardware is None else hardware_given(arguments.hardware)
-    hardware, shape = tpu_slice.slice_on(arguments.topology, given)
-    if hardware is None:
-        raise ValueError(f"--topology {arguments.topology} needs its name, such as v5p:4x4x4")
-    return hardware, shape
+    return tpu_slice.slice_on(arguments.topology, given)
 
 
 def _option(name: str) -> str:

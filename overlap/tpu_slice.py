@@ -65,18 +65,21 @@ def read_shape(text: str) -> tuple[str | None, tuple[int, ...]]:
     return cost_model.by_name(known).name, shape
 
 
-def slice_on(text: str, hardware: Hardware | None) -> tuple[Hardware | None, tuple[int, ...]]:
-    """The hardware of a slice, by its name if none is given; None if it has none; and its chips.
+def slice_on(text: str, hardware: Hardware | None) -> tuple[Hardware, tuple[int, ...]]:
+    """The hardware of a slice, by its name if none is given, and its chips.
 
     Raises:
-      ValueError: as `read_shape`, the name is that of other hardware, or its pods are smaller.
+      ValueError: as `read_shape`, there is neither hardware nor a name, the name is that of other hardware,
+        or its pods are smaller.
     """
     name, shape = read_shape(text)
     if name is not None and hardware is not None and hardware.name != name:
         raise ValueError(f"--topology {text} is {name}, and --hardware says {hardware.name}")
-    hardware = hardware or (None if name is None else cost_model.by_name(name))
-    if hardware is not None:
-        _check_pod(text, shape, hardware)
+    if hardware is None:
+        if name is None:
+            raise ValueError(f"--topology {text} needs --hardware, or its name, such as v5p:4x4x4")
+        hardware = cost_model.by_name(name)
+    _check_pod(text, shape, hardware)
     return hardware, shape
 
 

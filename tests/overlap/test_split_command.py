@@ -128,7 +128,7 @@ def test_hardware_may_be_a_calibration(capsys: pytest.CaptureFixture[str], tmp_p
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--topology", "4x4"), "needs its name"),
+        (("--topology", "4x4"), "needs --hardware, or its name"),
         (("--topology", "v9:4x4"), "v9"),
         (("--topology", "v5p:4by4"), "no shape of a slice"),
         (("--topology", "v5p:4x4", "--hardware", "tpu_v4"), "says tpu_v4"),
