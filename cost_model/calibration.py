@@ -139,7 +139,7 @@ class Calibration:
             raise ValueError(f"it is no JSON ({error})") from error
         if not isinstance(fields, dict) or fields.pop("kind", None) != KIND:
             raise ValueError(f'it is no calibration: a JSON object with "kind": "{KIND}"')
-        if (schema := fields.pop("schema", None)) != SCHEMA:
+        if (schema := fields.pop("schema", None)) != SCHEMA or isinstance(schema, bool):
             raise ValueError(f"its schema is {schema!r}, and this version reads {SCHEMA}")
         known = {field.name for field in dataclasses.fields(cls)}
         if fields.keys() != known:
@@ -149,7 +149,9 @@ class Calibration:
             )
         try:
             hardware = Hardware.from_fields(fields.pop("hardware"))
-            axes = tuple(AxisMeasured(**axis) for axis in fields.pop("axes"))
+            if not isinstance(measured := fields.pop("axes"), list):
+                raise ValueError(f"axes must be a list, got {measured!r}")
+            axes = tuple(AxisMeasured(**axis) for axis in measured)
             fields |= {name: tuple(fields[name].items()) for name in ("spread", "error")}
             types = get_type_hints(cls)
             fields |= {

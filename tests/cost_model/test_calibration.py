@@ -216,6 +216,8 @@ class TestFiles:
             ("[]", "no calibration"),
             (V5P.to_json(), "no calibration"),
             (changed(("schema",), 2), "schema is 2"),
+            (changed(("schema",), True), "schema is True"),
+            (changed(("axes",), {}), "axes must be a list, got {}"),
             (changed(("warp",), 2), "unknown \\['warp'\\]"),
             (changed(("hardware", "hbm_bytes_per_s"), -1), "hbm_bytes_per_s"),
             (changed(("hardware", "hop_latency_s"), float("nan")), "hop_latency_s"),
