@@ -401,7 +401,7 @@ def called_later() -> dict[types.CodeType, int]:
         decorated.trace(*REF.arguments)
     # The functions that catch faults of the rest, and what jax calls to get there, cannot catch their own.
     rule = "with_derivative_of.<locals>."
-    nets = {f"{rule}rule", f"{rule}derivative.<locals>.pull"}
+    nets = {f"{rule}rule", f"{rule}backwards", f"{rule}derivative.<locals>.pull"}
     theirs = (
         "_or_else",
         "_transpose",
