@@ -122,7 +122,9 @@ class Run:
         leaves, tree = jax.tree.flatten((self.args, dict(self.kwargs)))
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, jax.Array) and (self.donated is None or i in self.donated):
-                leaves[i] = jax.device_put(leaf, leaf.sharding, may_alias=False)
+                # What is committed nowhere stays so: it goes to the devices of the others.
+                where = leaf.sharding if leaf.committed else None
+                leaves[i] = jax.device_put(leaf, where, may_alias=False)
         jax.block_until_ready([leaf for leaf in leaves if isinstance(leaf, jax.Array)])
         args, kwargs = jax.tree.unflatten(tree, leaves)
         return args, kwargs

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any, overload
 
@@ -130,6 +131,7 @@ class Overlapped:
         self.original = fun if isinstance(fun, jax.stages.Wrapped) else jax.jit(fun)
         self.hardware = hardware.hardware
         self._options = _jit_options(self.original)
+        _check_referable(self.original.__wrapped__)
         self._rewriter = Rewriter(
             str(getattr(self.original, "__name__", type(self.original.__wrapped__).__name__)),
             hardware,
@@ -161,10 +163,11 @@ class Overlapped:
             def call(*args: Any, **kwargs: Any) -> Any:
                 return self._run(whole, args, kwargs)
 
-            self._calls[key] = jax.jit(call, **self._options.kwargs)
+            # Of several threads that come here at once the first one's is everybody's.
+            return self._calls.setdefault(key, jax.jit(call, **self._options.kwargs))
         return self._calls[key]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -185,21 +188,21 @@ class Overlapped:
     def __repr__(self) -> str:
         return f"<overlap_collectives of {self.original!r}>"
 
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
+    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
         """As ``jax.jit(f).trace``, of the rewritten function."""
         return self._call.trace(*args, **kwargs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """As ``jax.jit(f).lower``, of the rewritten function."""
         return self._call.lower(*args, **kwargs)
 
     def clear_cache(self) -> None:
         """As ``jax.jit(f).clear_cache``: the next call traces the function again."""
-        for call in self._calls.values():
+        for call in list(self._calls.values()):
             call.clear_cache()
         self._inner.clear_cache()
 
-    def explain(self, *args: Any, **kwargs: Any) -> Report:
+    def explain(self, /, *args: Any, **kwargs: Any) -> Report:
         """What is decided about every collective of the program, and why. Traces; neither compiles nor runs.
 
         The policies ``verify`` and ``autotune`` compile the chains that they have not tried yet, and the
@@ -254,22 +257,51 @@ class Overlapped:
 
 
 class _Method:
-    """An ``Overlapped`` bound to an instance: every way to use it takes the instance first."""
+    """An ``Overlapped`` bound to an instance: every way to use it takes the instance first.
+
+    What is not listed here is the function's own, as of any bound method.
+    """
 
     def __init__(self, function: Overlapped, instance: Any) -> None:
-        functools.update_wrapper(self, function, updated=())
         self.__func__ = function
         self.__self__ = instance
-        self.original = functools.partial(function.original, instance)
-        self.hardware = function.hardware
-        self.trace = functools.partial(function.trace, instance)
-        self.lower = functools.partial(function.lower, instance)
-        self.eval_shape = functools.partial(function.eval_shape, instance)
-        self.explain = functools.partial(function.explain, instance)
-        self.clear_cache = function.clear_cache
+        # These a class has of its own; the others are looked up when they are asked for.
+        self.__doc__ = function.__doc__
+        self.__module__ = function.__module__
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in (*functools.WRAPPER_ASSIGNMENTS, "__wrapped__"):
+            raise AttributeError(name)
+        return getattr(self.__func__, name)
+
+    @property
+    def original(self) -> Any:
+        """The user's jitted function, bound."""
+        return functools.partial(self.__func__.original, self.__self__)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.__func__)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def trace(self, /, *args: Any, **kwargs: Any) -> Any:
+        """As of the function."""
+        return self.__func__.trace(self.__self__, *args, **kwargs)
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
+        """As of the function."""
+        return self.__func__.lower(self.__self__, *args, **kwargs)
+
+    def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
+        """As of the function."""
+        return self.__func__.eval_shape(self.__self__, *args, **kwargs)
+
+    def explain(self, /, *args: Any, **kwargs: Any) -> Report:
+        """As of the function."""
+        return self.__func__.explain(self.__self__, *args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, _Method):
@@ -281,6 +313,21 @@ class _Method:
 
     def __repr__(self) -> str:
         return f"<bound method {self.__func__!r} of {self.__self__!r}>"
+
+
+def _check_referable(fun: Any) -> None:
+    """Refuses a callable that takes no weak references: jitted a second time, it ends the process.
+
+    Raises:
+      TypeError: it is one.
+    """
+    try:
+        weakref.ref(fun)
+    except TypeError:
+        raise TypeError(
+            f"jax refers to functions weakly, and {type(fun).__name__} takes no weak reference: wrap it in a "
+            "function, or give its class weakref_slot=True if it is a dataclass with slots"
+        ) from None
 
 
 def _is_wrapped_elsewhere(fun: Any) -> bool:

@@ -221,10 +221,14 @@ def ask(policy: Callable[[Site], bool], site: Site) -> bool:
 
     Raises:
       TypeError: it says neither yes nor no; any text, "no" too, would count as yes.
+      RuntimeError: it raised StopIteration, which would end a loop here.
     """
-    said: object = policy(site)
+    name = getattr(policy, "__qualname__", repr(policy))
+    try:
+        said: object = policy(site)
+    except StopIteration as error:
+        raise RuntimeError(f"the policy {name} raised StopIteration") from error
     if said is not None and not isinstance(said, bool | np.bool_):
-        name = getattr(policy, "__qualname__", repr(policy))
         raise TypeError(f"the policy {name} must return True or False for each site, and returned {said!r}")
     return bool(said)
 

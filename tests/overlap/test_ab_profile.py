@@ -201,6 +201,23 @@ def test_donated_arguments_are_copied_and_the_caller_s_stay() -> None:
     assert not batch.is_deleted()
 
 
+def test_what_lies_on_no_device_in_particular_goes_to_those_of_the_rest() -> None:
+    """A training state: sharded weights, and a counter and a key that nobody has placed."""
+
+    @overlap_collectives
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: Any, x: Any) -> Any:
+        w, count, key = state
+        return w + mlp()(x, w, jnp.ones((12, 6))).sum(), count + 1, jax.random.split(key, 1)[0]
+
+    x, w, _ = reference().arguments
+    placed = jax.device_put(w, NamedSharding(mesh_of(), SPECS[1]))
+    state = placed, jnp.zeros((), jnp.int32), jax.random.key(0)
+    report = quick(step, state, x)
+    assert not report.failures
+    assert report.agreement.agreed and not any(leaf.is_deleted() for leaf in state)
+
+
 def test_donated_keys_of_random_numbers_are_copied() -> None:
     step = overlap_collectives(jax.jit(lambda key: jax.random.split(key, 1)[0], donate_argnums=0))
     key = jax.random.key(3)

@@ -144,6 +144,12 @@ def test_methods_bind_and_so_do_their_attributes() -> None:
     check(layer.apply.original(x), REF.value())
     assert isinstance(Layer.apply, Overlapped)
     assert layer.apply.__doc__ == "Applies."
+    assert layer.apply.__name__ == "apply" and layer.apply.__module__ == __name__
+    assert list(inspect.signature(layer.apply).parameters) == ["x"]
+    assert layer.apply._cache_size() > 0
+    with pytest.raises(AttributeError):
+        _ = layer.apply.nothing
+    assert copy.deepcopy(Layer.apply) is Layer.apply and copy.copy(layer.apply) == layer.apply
     assert layer.apply.__self__ is layer
     assert layer.apply == layer.apply and hash(layer.apply) == hash(layer.apply)
     assert layer.apply != Layer(w, v).apply and layer.apply != Layer.name_length
@@ -156,6 +162,32 @@ def test_methods_bind_and_so_do_their_attributes() -> None:
     assert Layer.apply._cache_size() > 0
     layer.apply.clear_cache()
     assert Layer.apply._cache_size() == 0
+
+
+def test_keyword_arguments_may_be_called_self() -> None:
+    decorated = always(jax.jit(lambda x, self: x + self))
+    for use in (decorated, decorated.original):
+        assert use(1, self=2) == 3
+        assert use.trace(1, self=2).jaxpr.out_avals[0].shape == ()
+        assert "module" in use.lower(1, self=2).as_text()
+    assert decorated.explain(1, self=2).sites == ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Unreferable:
+    """A callable that takes no weak references, which jax needs."""
+
+    def __call__(self, x: Any) -> Any:
+        return x + 1
+
+
+@pytest.mark.parametrize("fun", [Unreferable(), np.add], ids=["dataclass with slots", "ufunc"])
+def test_what_takes_no_weak_references_is_refused(fun: Any) -> None:
+    """The process would end where jax jits it a second time."""
+    with pytest.raises(
+        TypeError, match=f"{type(fun).__name__} takes no weak reference: wrap it in a function"
+    ):
+        always(jax.jit(fun))
 
 
 def test_a_bound_method_is_decorated_with_its_options() -> None:

@@ -263,6 +263,15 @@ def test_an_error_of_the_users_own_policy_is_theirs(strict: bool) -> None:
             assert caught.value is raised
 
 
+def test_a_policy_that_runs_out_of_answers_is_the_users_error() -> None:
+    """StopIteration would end a loop of ours, and be taken for an error of the pass."""
+    answers = iter(())
+    decorated = overlap_collectives(jax.jit(mlp()), policy=lambda _: next(answers), hardware="tpu_v5p")
+    for use in (decorated, decorated.explain):
+        with pytest.raises(RuntimeError, match=r"the policy .*lambda.* raised StopIteration"):
+            use(*REF.arguments)
+
+
 def test_an_error_of_the_policy_about_the_derivative_is_the_users_too() -> None:
     asked: list[Any] = []
 
