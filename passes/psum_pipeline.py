@@ -208,7 +208,7 @@ class _Pipeline:
                     if step == last:
                         sent[index] = lax.convert_element_type(total, self.aval.dtype)
                     else:
-                        sent[index] = self._start(self._narrow(total), -part.step, part)
+                        sent[index] = self._start(self._narrow(total), -part.step, part, piece.distance)
                         in_flight = [index] if self.explicit else []
             if hops:
                 with self.scope():
@@ -242,7 +242,7 @@ class _Pipeline:
         """
         *tied, result = tie(*started, *shards, result)
         started, shards = tied[: len(started)], tied[len(started) :]
-        hops = self._gather_hops(shards)
+        hops = self._gather_hops(shards, step)
         if self.explicit:
             *hops, result = tie(*hops, result)
         return hops, self._placed(result, shards, step, number), started
@@ -300,12 +300,15 @@ class _Pipeline:
             result = write(result, shard, starts, piece.places)
         return in_rows(self.flow, result)
 
-    def _gather_hops(self, shards: list[Any]) -> list[Any]:
-        return [self._start(shard, part.step, part) for part, shard in zip(self.divided, shards, strict=True)]
+    def _gather_hops(self, shards: list[Any], step: int) -> list[Any]:
+        return [
+            self._start(shard, part.step, part, part.step * step)
+            for part, shard in zip(self.divided, shards, strict=True)
+        ]
 
-    def _start(self, value: Any, distance: int, part: Part) -> Any:
+    def _start(self, value: Any, distance: int, part: Part, held: int) -> Any:
         places = self.rings[part.ring]
-        return (places.start_hop if self.explicit else places.hop)(value, distance)
+        return (places.start_hop if self.explicit else places.hop)(value, distance, held)
 
     def _finished(self, hops: list[Any]) -> list[Any]:
         return [shims.finish_ppermute(hop) for hop in hops] if self.explicit else hops

@@ -212,7 +212,11 @@ class _Ring:
 
     def _add(self, sent: list[Any], number: int, piece: Piece) -> Any:
         """One partial product, with the sum that has arrived for it."""
-        received = self._received(sent[number]) if self.sum_first else None
+        received = None
+        if self.sum_first:
+            received = self._received(sent[number])
+            # It is on its way no more, also where it was sent at the beginning of an iteration.
+            self.in_flight = [other for other in self.in_flight if other != number]
         received, cuts = self._tie_to_operands(sent, received, piece)
         read = reading(self.others, self.read)
         if self.cut_across is not None:

@@ -375,6 +375,7 @@ CHUNKS = {
     "both_ways": RingSchedule(directions=2, columns=2),
     "one_way_across": RingSchedule(directions=1, columns=3, across=True),
     "two_rings": RingSchedule(directions=1, columns=2, orders=((0, 2, 1, 3), (3, 0, 1, 2))),
+    "walks": RingSchedule(directions=1, columns=2, orders=gray_walks((2, 0, 3, 1), 2)),
 }
 
 

@@ -180,3 +180,39 @@ print(json.dumps(looped.lower(*arguments).compile().as_text().count("collective-
 def test_a_loop_around_the_rewritten_function_keeps_the_layout_of_what_it_sends() -> None:
     """XLA once moved it out of the loop, laid narrow weights out otherwise within, and refused the start."""
     assert told_by(MESHES + NARROW) == 1
+
+
+ROLLED = """
+import re
+from unittest import mock
+from passes import RingSchedule
+
+mesh = Mesh(np.array(tpu_target.devices("v5p:2x2x2")), ("x",))
+mapped = jax.shard_map(
+    lambda x, w: lax.psum_scatter(x @ w, "x", tiled=True),
+    mesh=mesh, in_specs=(P(None, "x"), P("x")), out_specs=P("x"),
+)
+arguments = [
+    jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+    for spec in (P(None, "x"), P("x"))
+]
+schedule = RingSchedule(directions=2, unroll=2)
+with mock.patch("passes.prices.candidates", lambda *_, **__: (schedule,)):
+    lowered = overlap_collectives(jax.jit(mapped), policy="always", strict=True).lower(*arguments)
+done, late = set(), []
+for line in lowered.as_text().splitlines():
+    if found := re.search(r'collective-permute-done"\\((%\\S+?)\\)', line):
+        done.add(found[1])
+    elif "optimization_barrier" in line:
+        operands = re.findall(r"%[\\w#]+", line.split("optimization_barrier")[1].split(":")[0])
+        late += [operand for operand in operands if operand in done]
+print(json.dumps([len(done), late]))
+"""
+
+
+@pytest.mark.skipif(not shims.EXPLICIT_STARTS, reason="the compiler of this jax places the starts itself")
+@needs_libtpu
+def test_no_hop_of_a_rolled_scatter_is_tied_once_it_is_done() -> None:
+    """The TPU compiler ends the process over a future that is tied and then not used."""
+    ended, tied_late = told_by(MESHES + ROLLED)
+    assert ended > 4 and tied_late == []
