@@ -218,7 +218,7 @@ class Overlapped:
             nothing is at stake, and the error is what a report of it should show.
         """
         jaxpr = self.original.trace(*args, **kwargs).jaxpr
-        with shims.hops_vary(shims.nothing_is_traced()):
+        with shims.hops_vary(shims.nothing_is_traced()), shims.nothing_is_folded():
             _, plan = self._rewriter.rewrite(jaxpr, jaxpr.in_avals)
         return Report(passes.sites(plan), name=self._rewriter.name)
 
@@ -238,7 +238,7 @@ class Overlapped:
         try:
             # Tracers that the user's function closes over come first among the arguments of its jaxpr.
             arguments = [*shims.closed_over(traced), *self._dynamic_leaves(args, kwargs)]
-            with shims.hops_vary(whole):
+            with shims.hops_vary(whole), shims.nothing_is_folded():
                 rewritten, plan = self._rewriter.rewrite(traced.jaxpr, arguments)
             self._rewriter.log(plan)
         except Exception as error:
@@ -246,7 +246,9 @@ class Overlapped:
             rewritten = None
         if rewritten is None:
             return self._inner(*args, **kwargs)
-        return jax.tree.unflatten(traced.out_tree, rewritten(*arguments))
+        with shims.nothing_is_folded():
+            results = rewritten(*arguments)
+        return jax.tree.unflatten(traced.out_tree, results)
 
     def _dynamic_leaves(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The leaves of the arguments that are not static, in the order of the jaxpr's."""

@@ -20,7 +20,7 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import core, source_info_util
+from jax._src import config, core, source_info_util
 from jax._src.mesh import get_concrete_mesh
 from jax.extend import core as jex_core
 from jax.extend.core import primitives
@@ -459,6 +459,14 @@ def all_is_seen() -> bool:
 
 def _named_by_loop() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if _VARIES.get() else jax.named_scope(_STAYS)
+
+
+def nothing_is_folded() -> contextlib.AbstractContextManager[None]:
+    """Where equations of constants are traced like any others, within ``jax.ensure_compile_time_eval()`` too.
+
+    There jax runs them at once, which those of a shard_map's body cannot be.
+    """
+    return config.eager_constant_folding(False)  # type: ignore[no-any-return, unused-ignore]
 
 
 def nothing_is_traced() -> bool:

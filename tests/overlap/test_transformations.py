@@ -211,6 +211,22 @@ def test_an_argument_that_a_program_that_is_kept_never_reads(policy: Any) -> Non
     check(gradient(1.0, *REF.arguments), (np.zeros(()), *GRADIENTS))
 
 
+def test_at_compile_time() -> None:
+    """Constants' equations run at once there, but for those of a shard_map's body."""
+    decorated = always(jax.jit(mlp()))
+    arguments = tuple(map(jnp.asarray, REF.arguments))
+
+    @jax.jit
+    def scaled(factor: Any) -> Any:
+        with jax.ensure_compile_time_eval():
+            assert len(decorated.explain(*arguments).rewritten) == 2
+            y = decorated(*arguments)
+        return factor * y
+
+    check(scaled(2.0), 2 * REF.value())
+    assert hops(decorated, *arguments) > 0
+
+
 def test_eval_shape_on_either_side() -> None:
     jitted = jax.jit(lambda *args: {"y": mlp()(*args), "none": None})
     shape = jax.eval_shape(always(jitted), *REF.arguments)
