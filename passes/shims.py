@@ -625,6 +625,11 @@ EXPLICIT_STARTS = _START is not None
 """Whether this jax can start hops explicitly at all."""
 
 
+for _path in _SKIPPED[:-1]:
+    # What jax says of a line, in messages and dumps, is to be of the user's, not of ours.
+    source_info_util.register_exclusion(_path)
+
+
 def is_jitted(fun: Any) -> bool:
     """Whether ``fun`` came out of ``jax.jit``."""
     return hasattr(fun, "_jit_info") and hasattr(fun, "__wrapped__")

@@ -8,6 +8,7 @@ import functools
 import gc
 import inspect
 import logging
+import re
 import subprocess
 import sys
 import textwrap
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 
 import cost_model
+import overlap
 from overlap import Overlapped, Report, Site, overlap_collectives
 from tests.cost_model.test_calibration import CALIBRATION
 from tests.overlap.mlp import always, check, hops, mesh_of, mlp, reference
@@ -328,6 +330,16 @@ def test_a_decorated_function_is_freed_with_its_last_reference(policy: Any, nest
     gone = used()
     gc.collect()
     assert [each() for each in gone] == [None, None], "with the arrays that it closes over"
+
+
+def test_a_compiled_program_names_no_file_of_ours() -> None:
+    decorated = always(jax.jit(mlp()))
+    lowered = jax.jit(lambda *arguments: decorated(*arguments)).lower(*REF.arguments)
+    named = set(re.findall(r'"([^"]+\.py)"', str(lowered.compile().as_text())))
+    ours = tuple(
+        str(Path(overlap.__file__).parents[1] / floor) for floor in ("overlap", "passes", "cost_model")
+    )
+    assert __file__ in named and not [path for path in named if path.startswith(ours)]
 
 
 def test_under_disable_jit_the_users_python_runs() -> None:
