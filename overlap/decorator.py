@@ -240,13 +240,14 @@ class Overlapped:
             arguments = [*shims.closed_over(traced), *self._dynamic_leaves(args, kwargs)]
             with shims.hops_vary(whole), shims.nothing_is_folded():
                 rewritten, plan = self._rewriter.rewrite(traced.jaxpr, arguments)
+            unfolded = shims.nothing_is_folded()
             self._rewriter.log(plan)
         except Exception as error:
             self._rewriter.failed(error)
             rewritten = None
         if rewritten is None:
             return self._inner(*args, **kwargs)
-        with shims.nothing_is_folded():
+        with unfolded:
             results = rewritten(*arguments)
         return jax.tree.unflatten(traced.out_tree, results)
 
