@@ -248,8 +248,8 @@ def explain(chain: PlainChain, axis: Axis, among: Sequence[Form] | None = None) 
       among: forms of rings to price; all that fit if None.
 
     Raises:
-      ValueError: the axis has one device, so that nothing is communicated, or the chain's dots cannot be cut
-        evenly over its devices.
+      ValueError: the axis has one device, so that nothing is communicated, the chain's dots cannot be cut
+        evenly over its devices, or `among` names no form.
       TypeError: the chain or the axis is none.
     """
     if not isinstance(chain, PlainChain):

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from cost_model.collectives import check_hardware
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul_table import MatmulTable, Unit, table_of, unit_of
@@ -134,8 +135,7 @@ def matmul_s(
     Raises:
       TypeError: the hardware is none.
     """
-    if not isinstance(hardware, Hardware):
-        raise TypeError(f"hardware must be a Hardware, such as by_name('tpu_v5p'), got {hardware!r}")
+    check_hardware(hardware)
     if not matmul.flops:
         return 0.0
     table = table_of(hardware)
