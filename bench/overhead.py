@@ -154,7 +154,10 @@ Program = tuple[Callable[..., Any], Sequence[Any]]
 
 
 def decoder_layers(count: int) -> Program:
-    """The decoder's layers, unrolled: each has 11 collectives, 9 gathers and 2 scatters next to its dots."""
+    """The decoder's layers, unrolled: each has 11 collectives, 9 gathers and 2 scatters next to its dots.
+
+    Each has weights of its own: gathers of the same weights would be one.
+    """
     config, mesh = decoder.SMALL, decoder.make_mesh(jax.devices()[:8])
     weights = jax.tree.map(
         lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype),
@@ -164,14 +167,14 @@ def decoder_layers(count: int) -> Program:
     x_spec = P("fsdp", "tensor")
 
     def body(x: Any, w: Any) -> Any:
-        for _ in range(count):
-            x = x + decoder.attention_block(config, w, x)
-            x = x + decoder.mlp_block(config, w, x)
+        for layer in w:
+            x = x + decoder.attention_block(config, layer, x)
+            x = x + decoder.mlp_block(config, layer, x)
         return x
 
-    mapped = jax.shard_map(body, mesh=mesh, in_specs=(x_spec, weight_specs), out_specs=x_spec)
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=(x_spec, [weight_specs] * count), out_specs=x_spec)
     x = jax.ShapeDtypeStruct((config.batch, config.seq, config.d_model), config.dtype)
-    return mapped, (x, weights)
+    return mapped, (x, [weights] * count)
 
 
 def dense_layers(count: int, *, collectives: bool = True) -> Program:

@@ -1,12 +1,17 @@
 """Hides communication behind matrix multiplication in JAX programs."""
 
-from overlap.ab_profile import ab_profile
-from overlap.ab_report import ABReport
-from overlap.calibration import calibrate
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from overlap.decorator import Overlapped, overlap_collectives
-from overlap.inspection import Inspection, inspect
 from overlap.report import Report
 from passes import Site
+
+if TYPE_CHECKING:
+    from overlap.ab_profiling import ab_profile
+    from overlap.ab_report import ABReport
+    from overlap.calibration import calibrate
+    from overlap.inspection import Inspection, inspect
 
 __version__ = "0.1.0"
 
@@ -21,3 +26,22 @@ __all__ = [
     "inspect",
     "overlap_collectives",
 ]
+
+_TOOLS = {
+    "ABReport": "ab_report",
+    "Inspection": "inspection",
+    "ab_profile": "ab_profiling",
+    "calibrate": "calibration",
+    "inspect": "inspection",
+}
+"""What a decorated function does without, and the module of each: imported when first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _TOOLS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_TOOLS[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

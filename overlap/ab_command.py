@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import jax
 
-from overlap.ab_profile import TRACED_ROUNDS, ab_profile
+from overlap.ab_profiling import TRACED_ROUNDS, ab_profile
 from overlap.decorator import Overlapped
 from overlap.output_file import check_directory, check_outputs
 

@@ -34,8 +34,6 @@ Rule = Callable[[Differs, Any], Differs]
 class Dependence:
     """What in a jaxpr depends on what; values are numbers, of which the first are the arguments.
 
-    It keeps nothing of the jaxpr, which would keep the arrays that a program closes over.
-
     Attributes:
       steps: of each equation the operands, its rule, and the results.
       results: the jaxpr's; None for a literal.

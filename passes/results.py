@@ -15,6 +15,7 @@ goes round them, to the transpose of the original.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from passes import shims
-from passes.dependence import dependence
+from passes.dependence import Dependence, dependence
 
 Function = Callable[..., list[Any]]
 
@@ -36,9 +37,6 @@ Transpose = Callable[[Function, Sequence[Any], Sequence[Any]], list[Any]]
 class Results:
     """Puts the results of a program, however they were made, in the form in which they are transformed.
 
-    Of the program it keeps no more than what depends on what: traced programs, which refer to this and which
-    jax keeps, would keep the arrays that the program closes over.
-
     Args:
       jaxpr: the original program, closed.
       used: which of its arguments those are that one is told of.
@@ -48,8 +46,13 @@ class Results:
     def __init__(self, jaxpr: Any, used: Sequence[bool], transpose: Transpose) -> None:
         self.types = tuple(map(_mark_type, jaxpr.out_avals))
         self.transpose = transpose
+        self._jaxpr = jaxpr
         self._used = tuple(used)
-        self._dependence = dependence(jaxpr)
+
+    @functools.cached_property
+    def _dependence(self) -> Dependence:
+        """What depends on what in the program; only ``vmap`` asks."""
+        return dependence(self._jaxpr)
 
     def aligned(
         self, own: Any, original: Function, arguments: Sequence[Any], results: Sequence[Any]

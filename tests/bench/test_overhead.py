@@ -3,7 +3,10 @@
 # mypy: allow-untyped-calls
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -35,3 +38,34 @@ def test_a_missed_target_is_seen() -> None:
     figure = overhead.Figure(name="n", base="b", full="f", value=3.0, target=2.0, unit="×")
     assert not figure.met
     assert "**no**" in overhead.table([figure])
+
+
+@pytest.mark.parametrize(
+    ("program", "most"),
+    [
+        (lambda: overhead.dense_layers(80, collectives=False), 1.3),
+        (lambda: overhead.decoder_layers(8), 4.0),
+    ],
+    ids=["nothing to rewrite", "rings"],
+)
+def test_rewriting_calls_few_functions_beside_those_of_tracing(
+    program: Callable[[], tuple[Any, Any]], most: float
+) -> None:
+    def calls(policy: str | None) -> int:
+        found = 0
+
+        def count(frame: object, event: str, argument: object) -> None:
+            nonlocal found
+            found += event == "call"
+
+        function, arguments = program()
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            overhead.trace_s(function, arguments, policy)
+        finally:
+            sys.setprofile(before)
+        return found
+
+    calls("always")  # what is made once in a process
+    assert calls("always") <= most * calls(None)

@@ -332,6 +332,22 @@ def test_a_decorated_function_is_freed_with_its_last_reference(policy: Any, nest
     assert [each() for each in gone] == [None, None], "with the arrays that it closes over"
 
 
+def test_importing_the_decorator_leaves_the_tools_out() -> None:
+    code = """
+import sys, overlap
+print([module for module in sys.modules if module.startswith("overlap.hlo")])
+assert set(overlap.__all__) <= set(dir(overlap))
+overlap.inspect
+print([module for module in sys.modules if module.startswith("overlap.hlo")])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after = done.stdout.splitlines()
+    assert before == "[]"
+    assert "overlap.hlo.parse" in after
+    with pytest.raises(AttributeError, match="'overlap' has no attribute 'profile'"):
+        overlap.profile  # type: ignore[attr-defined]  # noqa: B018
+
+
 def test_a_compiled_program_names_no_file_of_ours() -> None:
     decorated = always(jax.jit(mlp()))
     lowered = jax.jit(lambda *arguments: decorated(*arguments)).lower(*REF.arguments)

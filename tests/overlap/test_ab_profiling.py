@@ -428,7 +428,7 @@ def test_a_trace_that_cannot_be_read_costs_the_device_times_only(
     def unreadable(path: Path) -> Any:
         raise ValueError("cut off")
 
-    monkeypatch.setattr(sys.modules["overlap.ab_profile"], "read_file", unreadable)
+    monkeypatch.setattr(sys.modules["overlap.ab_profiling"], "read_file", unreadable)
     report = ab_profile(always(jax.jit(jnp.sin)), jnp.ones(3), rounds=2, traced_rounds=1, trace_dir=tmp_path)
     assert "cut off" in str(report)
     assert len(report.overlapped.times_s) == 2
