@@ -60,6 +60,19 @@ class Axis:
         return hash((self.size, self.topology, len(self.groups), *(group[-1] for group in self.groups[:2])))
 
     @classmethod
+    def of_size(cls, size: int, hardware: Hardware) -> Axis:
+        """An axis of which only the size is known: a ring or line of its own, or hosts with a switch each.
+
+        Raises:
+          ValueError, TypeError: as `Axis`.
+        """
+        alone = cls(hardware, size)
+        if hardware.network != "switch":
+            return alone
+        hosts = Topology.axis(alone.size, hardware)
+        return alone if hosts.domains == 1 else cls.of(hosts, (tuple(range(alone.size)),))
+
+    @classmethod
     def of(cls, topology: Topology, groups: Groups, cell: tuple[Topology, Groups] | None = None) -> Axis:
         """The axis along these groups of devices; `cell` as the attribute.
 

@@ -119,7 +119,7 @@ def break_evens(
         chains = {size: chain_for(_multiple(m, size)) for size in AXIS_SIZES if size <= max(m, 2)}
         chains[axis.size] = chain_for(m)
         points = [
-            (float(size), priced(chain, axis if size == axis.size else Axis(axis.hardware, size)))
+            (float(size), priced(chain, axis if size == axis.size else Axis.of_size(size, axis.hardware)))
             for size, chain in sorted(chains.items())
             if not chain.misfit(size)
         ]
@@ -205,7 +205,11 @@ def _multiple(m: int, size: int) -> int:
 
 def _faster(axis: Axis, factor: float) -> Axis:
     """The axis with links of so many times the bandwidth."""
-    hardware = dataclasses.replace(axis.hardware, link_bytes_per_s=factor * axis.hardware.link_bytes_per_s)
+    hardware = dataclasses.replace(
+        axis.hardware,
+        link_bytes_per_s=factor * axis.hardware.link_bytes_per_s,
+        dcn_bytes_per_s=factor * axis.hardware.dcn_bytes_per_s,
+    )
     if axis.topology is None:
         return Axis(hardware, axis.size)
     # The same orders: which of them are best does not depend on how fast all links are alike.

@@ -57,6 +57,7 @@ def _gpu(
         links_per_axis=links_per_axis,
         hop_latency_s=8e-6,
         network="switch",
+        switch_devices=8,
         matmul_efficiency=matmul_efficiency,
         matmul_overhead_s=6e-6,
         matmul_tile=(64, 16, 64),

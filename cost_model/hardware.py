@@ -34,6 +34,7 @@ class Hardware:
       hop_latency_s: the least time a message to a neighbour takes, however short.
       network: "torus", where a device reaches its two neighbours on an axis, or "switch", where every pair of
         devices is one hop apart and a device's links are shared by all its transfers.
+      switch_devices: how many devices a switch joins, of one host, where nothing else tells. 0: all.
       wraparound_multiple: on a torus, the axis sizes whose ends are joined are its multiples. 0: none.
       matmul_efficiency: the fraction of the peak that a large matmul reaches.
       matmul_overhead_s: fixed cost of every matmul: filling and draining the matrix unit's pipeline, and the
@@ -92,6 +93,7 @@ class Hardware:
     links_per_axis: int = 1
     hop_latency_s: float
     network: Literal["torus", "switch"]
+    switch_devices: int = 0
     wraparound_multiple: int = 0
     matmul_efficiency: float
     matmul_overhead_s: float
@@ -166,7 +168,7 @@ class Hardware:
             raise ValueError(
                 f"hardware {self.name!r}: matmul_tile must be (M, K, N), got {self.matmul_tile!r}"
             )
-        for field in ("wraparound_multiple", "synchronous_chips"):
+        for field in ("switch_devices", "wraparound_multiple", "synchronous_chips"):
             if (value := getattr(self, field)) < 0:
                 raise ValueError(f"hardware {self.name!r}: {field} must not be negative, got {value!r}")
         if self.network not in ("torus", "switch"):

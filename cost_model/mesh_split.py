@@ -332,9 +332,11 @@ def pod_axis(hardware: Hardware, pods: int) -> Axis:
 def _axis(dims: Dims, hardware: Hardware) -> Axis:
     """An axis by what it has of the dimensions: see `_dims`."""
     size = math.prod(part for _, _, part, _ in dims)
-    if size == 1 or hardware.network == "switch":
+    if size == 1:
         return Axis(hardware, size)
     topology, groups = _laid(dims, hardware)
+    if hardware.network == "switch":
+        return Axis.of(topology, groups) if topology.domains > 1 else Axis(hardware, size)
     # No group leaves its part of a dimension of which it has a part: one part is as good as all.
     cells = tuple(
         (part * stride, part * stride, part, stride) if chips else (chips, length, part, stride)
@@ -357,7 +359,10 @@ def _laid(dims: Dims, hardware: Hardware, within: Dims = ()) -> tuple[Topology, 
     open_ends = tuple(
         chips < whole_dim[0] for (chips, *_), whole_dim in zip(dims, within or dims, strict=True) if chips
     )
-    topology = _torus(shape, hardware, cores, open_ends or (False,))
+    if hardware.network == "switch":
+        topology = Topology.logical(shape, hardware)
+    else:
+        topology = _torus(shape, hardware, cores, open_ends or (False,))
     groups: dict[Parts, list[tuple[Parts, int]]] = {}
     for device, at in enumerate(itertools.product(*map(range, lengths))):
         place = tuple(i // stride % part for i, (_, _, part, stride) in zip(at, dims, strict=True))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -112,7 +113,7 @@ class Topology:
             )
             if not inside:
                 raise ValueError(f"{place} lies outside a slice of {_times(self.shape)} chips")
-        if not self.hardware.dcn_bytes_per_s and len({place.domain for place in self.places}) > 1:
+        if not self.hardware.dcn_bytes_per_s and self.domains > 1:
             raise ValueError(
                 f"devices in several slices or hosts need a network between them: hardware "
                 f"{self.hardware.name!r} has no dcn_bytes_per_s"
@@ -129,6 +130,11 @@ class Topology:
     def size(self) -> int:
         """The number of devices."""
         return len(self.places)
+
+    @property
+    def domains(self) -> int:
+        """The number of slices, or of hosts of GPUs."""
+        return len({place.domain for place in self.places})
 
     @classmethod
     def from_devices(
@@ -209,19 +215,23 @@ class Topology:
     @classmethod
     def switch(cls, count: int, hardware: Hardware) -> Topology:
         """`count` devices behind one switch."""
-        places = tuple(Place(0, (), core) for core in range(count))
-        return cls(hardware, f"{count} {hardware.name} behind one switch", places)
+        return cls._hosts([0] * count, hardware)
 
     @classmethod
     def axis(cls, axis_size: int, hardware: Hardware) -> Topology:
-        """The default for one mesh axis: a ring along one physical dimension, a line, or a switch."""
+        """The default for one mesh axis: a ring along one physical dimension, a line, or as `logical`."""
         return cls.logical((axis_size,), hardware)
 
     @classmethod
     def logical(cls, mesh_shape: Sequence[int], hardware: Hardware) -> Topology:
-        """The default for a mesh of which only the shape is known: each axis is a physical dimension."""
+        """The default for a mesh of which only the shape is known: each axis is a physical dimension.
+
+        Devices behind switches fill one host after the other, as many as the hardware says that one has.
+        """
         if hardware.network == "switch":
-            return cls.switch(math.prod(mesh_shape), hardware)
+            count = math.prod(mesh_shape)
+            of_host = hardware.switch_devices if hardware.dcn_bytes_per_s else 0
+            return cls._hosts([device // (of_host or count) for device in range(count)], hardware)
         return cls.torus(tuple(mesh_shape) or (1,), hardware)
 
     def route(self, source: int, target: int) -> tuple[Link, ...]:
@@ -366,15 +376,21 @@ class Topology:
             hosts = [0] * len(devices)
         elif any(host is None or host < 0 for host in hosts):
             hosts = [getattr(device, "process_index", 0) for device in devices]
-        domains = _numbered(hosts)
-        counts: dict[int, int] = {}
+        return cls._hosts(_numbered(hosts), hardware)
+
+    @classmethod
+    def _hosts(cls, domains: Sequence[int], hardware: Hardware) -> Topology:
+        """Devices in these hosts, each with a switch."""
+        counts: Counter[int] = Counter()
         places = []
         for domain in domains:
-            places.append(Place(domain, (), counts.setdefault(domain, 0)))
+            places.append(Place(domain, (), counts[domain]))
             counts[domain] += 1
-        if len(counts) == 1:
-            return cls.switch(len(places), hardware)
-        description = f"{len(counts)} hosts of {max(counts.values())} {hardware.name}, each behind one switch"
+        description = f"{max(counts.values(), default=0)} {hardware.name}"
+        if len(counts) > 1:
+            description = f"{len(counts)} hosts of {description}, each behind one switch"
+        else:
+            description += " behind one switch"
         return cls(hardware, description, tuple(places))
 
 

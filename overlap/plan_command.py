@@ -218,7 +218,7 @@ def _axis(arguments: argparse.Namespace) -> Axis:
     if arguments.topology is None:
         if hardware is None or size is None:
             raise PlanError("give --hardware and --axis-size, or --topology, such as v5p:4x4x4")
-        return Axis(hardware, size)
+        return Axis.of_size(size, hardware)
     hardware, shape = tpu_slice.slice_on(arguments.topology, hardware)
     count = hardware.devices_per_chip
     for chips in shape:

@@ -15,6 +15,7 @@ from cost_model.layer import AxisName, Split
 from cost_model.layer_time import PassTime
 from cost_model.mesh_split import GOALS, IN_SLICE, StepTime, best_splits
 from cost_model.strategies import Model
+from cost_model.topology import Topology
 from overlap import tpu_slice
 from overlap.figures_table import figures_table
 from overlap.plain_text import PIPE_COLUMNS, columns, plain_text, wrapped
@@ -192,10 +193,10 @@ def _memory_bytes(given: float | None) -> float:
 def _heading(step: StepTime, hardware: Hardware) -> str:
     model, layout = step.model, step.layout
     attention = f", {model.heads} heads" if model.heads else ", no attention"
-    chips = "×".join(map(str, layout.shape))
-    where = f"{chips} {hardware.name}" + (
-        f" in each of {step.split.pods} pods" if step.split.pods > 1 else ""
-    )
+    where = f"{'×'.join(map(str, layout.shape))} {hardware.name}"
+    if hardware.network == "switch" and (hosts := Topology.logical(layout.shape, hardware)).domains > 1:
+        where = str(hosts)
+    where += f" in each of {step.split.pods} pods" if step.split.pods > 1 else ""
     return (
         f"{model.layers} layers of {model.d_model} and {model.d_ff}{attention}: "
         f"{digits(model.parameters / 1e9)} billion weights, {model.tokens:,} tokens a step, on {where} "

@@ -48,12 +48,12 @@ class Network:
             return None
         key = (collective.axes, collective.groups, alone)
         if key not in self._axes:
-            topology = self._topology
-            axis = (
-                Axis(self.hardware, collective.axis_size)
-                if topology is None
-                else Axis.of(topology, self.groups(collective))
-            )
+            if self._topology is not None:
+                axis = Axis.of(self._topology, self.groups(collective))
+            elif self.mesh is not None:
+                axis = Axis(self.hardware, collective.axis_size)
+            else:
+                axis = Axis.of_size(collective.axis_size, self.hardware)
             if not alone:
                 hardware = axis.hardware
                 shared = dataclasses.replace(
@@ -101,7 +101,7 @@ class Network:
             if not self.hardware.dcn_bytes_per_s:
                 return None
             hosts = Topology.from_devices(devices, self.hardware)
-            return hosts if len({place.domain for place in hosts.places}) > 1 else None
+            return hosts if hosts.domains > 1 else None
         if any(getattr(device, "coords", None) is None for device in devices.flat):
             return None
         return Topology.from_devices(devices, self.hardware)

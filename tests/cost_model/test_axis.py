@@ -37,6 +37,18 @@ def test_two_devices_are_neighbours_once() -> None:
         assert Axis(own, 2).step_s(1e9, directions) == pytest.approx(placed.step_s(1e9, directions))
 
 
+def test_an_axis_of_known_size_lies_over_hosts_where_a_switch_is_too_small() -> None:
+    h100 = by_name("h100")
+    for size, hardware in ((8, h100), (64, dataclasses.replace(h100, switch_devices=0)), (64, V5P)):
+        assert Axis.of_size(size, hardware) == Axis(hardware, size)
+    hosts = Axis.of_size(16, h100)
+    assert hosts.size == 16 and not hosts.within_domain
+    # One way round each host is entered by one of its devices, through the network.
+    assert hosts.step_s(1e8, 1) == pytest.approx(1e8 / h100.dcn_bytes_per_s)
+    # Half of the array comes into a host, by the ways of all of its devices.
+    assert hosts.all_gather_s(1e10) >= 0.5e10 / (8 * h100.dcn_bytes_per_s)
+
+
 @pytest.mark.parametrize("size", [0, -1])
 def test_an_axis_has_a_device(size: int) -> None:
     with pytest.raises(ValueError, match=f"axis_size must be at least 1, got {size}"):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cost_model import by_name
@@ -471,6 +472,19 @@ class TestTheSplit:
         assert best_splits(MLP, by_name("h100"), (8,))[0].split.devices == 8
         two = best_splits(MLP, by_name("tpu_7x"), (2, 2))
         assert {step.split.devices for step in two} == {8}
+
+    def test_gpus_of_several_hosts_reach_each_other_through_the_network(self) -> None:
+        h100, topology = by_name("h100"), Topology.logical((32,), by_name("h100"))
+        number = np.arange(32).reshape(2, 2, 8)  # data, fsdp, tensor: see `IN_SLICE`
+        layout = next(layout for layout in layouts((32,), h100) if layout.parts == ((1, *number.shape),))
+        for dim, axis in enumerate(("data", "fsdp", "tensor")):
+            groups = np.moveaxis(number, dim, -1).reshape(-1, number.shape[dim])
+            every = Axis.of(topology, tuple(map(tuple, groups.tolist())))
+            found = axis_on(layout, axis, h100)  # type: ignore[arg-type]
+            for full_bytes in (1e3, 1e9):
+                assert found.all_gather_s(full_bytes) == every.all_gather_s(full_bytes)
+                assert found.step_s(full_bytes, 1) == every.step_s(full_bytes, 1)
+            assert found.within_domain == (axis == "tensor")
 
     @pytest.mark.parametrize(
         "bad",

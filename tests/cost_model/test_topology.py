@@ -174,6 +174,19 @@ def test_gpus_of_a_host_share_a_switch_whatever_their_process(processes: int) ->
     assert names(topology, 1, 6) == ["device 1→network", "network→host 1 device 2"]
 
 
+def test_gpus_of_which_only_the_number_is_known_fill_hosts() -> None:
+    topology = Topology.logical((4, 5), _H100)
+    assert str(topology) == "3 hosts of 8 h100, each behind one switch"
+    assert [place.domain for place in topology.places] == [0] * 8 + [1] * 8 + [2] * 4
+    assert topology.domains == 3
+    assert names(topology, 7, 8) == ["device 7→network", "network→host 1 device 0"]
+    assert str(Topology.axis(8, _H100)) == "8 h100 behind one switch"
+    for larger in ({"switch_devices": 72}, {"switch_devices": 0}, {"dcn_bytes_per_s": 0.0}):
+        assert Topology.axis(16, dataclasses.replace(_H100, **larger)).domains == 1
+    # Where jax tells the hosts, those are.
+    assert Topology.from_devices([Device() for _ in range(16)], _H100).domains == 1
+
+
 def test_cpu_devices_share_one_memory_whatever_their_process() -> None:
     topology = Topology.from_devices([Device(process_index=i) for i in range(4)], _CPU)
     assert str(topology) == "4 cpu behind one switch"

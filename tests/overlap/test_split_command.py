@@ -103,6 +103,8 @@ def test_gpus_behind_a_switch_and_several_hosts(capsys: pytest.CaptureFixture[st
     assert "8 h100 in each of 2 pods (16 devices)" in " ".join(out.split())
     assert "pods 2 × tensor 8" in out
     assert "Of the first" not in out  # a switch has no dimensions
+    out = split(capsys, "split", "--topology", "h100:16", *SIZES)
+    assert "on 2 hosts of 8 h100, each behind one switch (16 devices)" in " ".join(out.split())
 
 
 def test_numbers_of_microbatches_that_fit_no_split_are_told(capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,6 +156,15 @@ def test_groups_of_an_axis_have_orders_of_their_own() -> None:
     assert halves.step_s(9e7, 2) > whole.step_s(9e7, 2)
 
 
+def test_gpus_of_which_none_is_known_fill_hosts() -> None:
+    for size in (8, 16):
+        axis = Network(H100).axis(collective("x", size=size))
+        assert axis == Axis.of_size(size, H100)
+        assert (axis.topology is None) == (size == 8)
+    one = SimpleNamespace(axis_names=("x",), shape={"x": 16}, devices=np.full(16, SimpleNamespace()))
+    assert Network(H100, one).axis(collective("x", size=16)) == Axis(H100, 16), "behind one, as jax has it"
+
+
 @pytest.mark.parametrize(
     ("name", "overlaps", "part"), [("tpu_v5p", True, 1), ("h100", True, 0.5), ("cpu", False, 0.5)]
 )
