@@ -30,11 +30,13 @@ def guess_hardware(module: Module) -> Hardware:
 def guess_topology(module: Module, hardware: Hardware) -> tuple[Topology, str]:
     """A topology of the mesh axes that a module's collectives show, and the sentence that says so."""
     shape = mesh_shape(module)
+    topology = Topology.logical(shape, hardware)
+    each = "each axis of which is taken for a physical axis of its own"
     sentence = (
         f"No topology was given: the replica groups and permutes show a mesh of "
-        f"{'×'.join(map(str, shape))} devices, each axis of which is taken for a physical axis of its own."
+        f"{'×'.join(map(str, shape))} devices, {each if topology.shape else f'taken for {topology}'}."
     )
-    return Topology.logical(shape, hardware), sentence
+    return topology, sentence
 
 
 def mesh_shape(module: Module) -> tuple[int, ...]:

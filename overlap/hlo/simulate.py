@@ -53,7 +53,8 @@ def simulate(
         else of the dump where that tells.
       topology: the network between the devices, by position in the device assignment; or the JAX devices in
         that order (`mesh.devices.flat`), whose coordinates say it. If None, each mesh axis that the replica
-        groups and permutes show is taken for a physical axis of its own.
+        groups and permutes show is taken for a physical axis of its own, and GPUs fill hosts: see
+        `Topology.logical`.
       elementwise: whether a TPU's elementwise work and copies take the compiler's cycles, or no more than
         their bytes at the memory bandwidth, which is the least they can take. Matmuls take their cycles.
 

@@ -562,6 +562,19 @@ def test_without_a_topology_the_groups_show_the_mesh() -> None:
     assert given.total_s == timeline.total_s
 
 
+@pytest.mark.parametrize(("devices", "where"), [(8, "8 h100 behind one switch"), (16, "2 hosts of 8 h100")])
+def test_without_a_topology_gpus_fill_hosts(devices: int, where: str) -> None:
+    pairs = ",".join(f"{{{i},{(i + 8) % devices}}}" for i in range(devices))
+    module = parse(
+        f"HloModule m, is_scheduled=true, num_partitions={devices}\n\nENTRY %main {{\n"
+        f"  %x = {X} parameter(0)\n"
+        f"  ROOT %p = {X} collective-permute(%x), channel_id=2, source_target_pairs={{{pairs}}}\n}}\n"
+    )
+    timeline = simulate(module, "h100")
+    assert timeline.topology.startswith(where)
+    assert any(f"taken for {where}" in sentence for sentence in timeline.assumptions)
+
+
 def test_a_start_that_is_given_its_data_later_sends_it_then() -> None:
     body = (
         '  %s = ((), (), (s32[1]{0})) call-start(), async_execution_thread="sparsecore", to_apply=%inner\n'
