@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,6 +15,7 @@ from jax.extend import core as jex_core
 import passes
 from cost_model import Hardware, OtherDevicesError
 from overlap.failure import of_policy, report_request
+from overlap.warning import warn
 from passes import Policy, TryOut, shims
 
 logger = logging.getLogger("overlap")
@@ -102,8 +102,8 @@ class Rewriter:
         if self._strict or of_policy(error) or isinstance(error, OtherDevicesError):
             raise error
         if not self._warned:
+            warn(report_request(self.name, error))
             self._warned = True
-            warnings.warn(report_request(self.name, error), RuntimeWarning, stacklevel=2)
 
     def _collecting(self) -> contextlib.AbstractContextManager[None]:
         """Garbage collection waits for a rewrite; not for trials, which run for minutes on a full device."""

@@ -8,12 +8,12 @@ import logging
 import os
 import sys
 import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from overlap.trial_times import Failed, Timed, Times
+from overlap.warning import warn
 
 logger = logging.getLogger("overlap")
 
@@ -122,7 +122,7 @@ def _warn(message: str) -> None:
     Raised it would end the trials of this process, and others, whose files are in order, would wait for it.
     """
     try:
-        warnings.warn(message, RuntimeWarning, stacklevel=4)
+        warn(message)
     except RuntimeWarning:
         logger.warning(message)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -17,6 +16,7 @@ from overlap.progress_bar import progress_bar
 from overlap.schedule_cache import ScheduleCache, default_directory
 from overlap.trial_target import Target
 from overlap.trial_times import Times, choose
+from overlap.warning import warn
 from passes import Choice, Excerpt, Trial, shims
 from passes.graph import COLLECTIVES, equations
 
@@ -109,14 +109,12 @@ class Trials:
         if device.platform == "gpu" and hardware.network == "switch":
             return True
         if not self._warned:
-            self._warned = True
-            warnings.warn(
+            warn(
                 f"policy='verify' compiles for the mesh's devices ({device.device_kind}), whose schedules "
                 f"tell nothing of {hardware.name}: the cost model decides, as under policy='auto'. Make the "
-                f"mesh of devices of {hardware.name}; jax.experimental.topologies has such as are not there.",
-                RuntimeWarning,
-                stacklevel=2,
+                f"mesh of devices of {hardware.name}; jax.experimental.topologies has such as are not there."
             )
+            self._warned = True
         return False
 
     def _times(

@@ -91,11 +91,16 @@ def source_line(eqn: JaxprEqn) -> str:
     """
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
-        path = os.path.abspath(frame.file_name)
-        standard = path.startswith(_STANDARD) and not path.startswith(_INSTALLED)
-        if not standard and not path.startswith(_SKIPPED):
+        if is_users(frame.file_name):
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return UNKNOWN
+
+
+def is_users(file_name: str) -> bool:
+    """Whether a file is none of this library, of jax or of Python."""
+    path = os.path.abspath(file_name)
+    standard = path.startswith(_STANDARD) and not path.startswith(_INSTALLED)
+    return not standard and not path.startswith(_SKIPPED)
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, tuple[Any, ...]]:

@@ -227,6 +227,13 @@ def test_one_warning_however_often_the_pass_fails(monkeypatch: pytest.MonkeyPatc
             ref = reference(rows=rows)
             check(decorated(*ref.arguments), ref.value())
     assert len(warned) == 1
+    assert warned[0].filename == __file__, "the user's own line"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decorated = always(jax.jit(mlp()), strict=False)
+        for rows in (8, 12):
+            with pytest.raises(RuntimeWarning, match="could not rewrite mlp"):
+                decorated(*reference(rows=rows).arguments)
 
 
 def test_after_a_fault_another_shape_is_rewritten() -> None:

@@ -257,6 +257,7 @@ class TestPolicy:
         assert "compiles for the mesh's devices (cpu), whose schedules tell nothing of tpu_v5p" in str(
             warning.message
         )
+        assert warning.filename == __file__
         assert used.compiled == 0
 
     def test_compiler_options_of_the_user_are_the_chains_too(self, monkeypatch: pytest.MonkeyPatch) -> None:
