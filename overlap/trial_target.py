@@ -122,6 +122,7 @@ def key(
         "arguments": [[a.shape, str(a.dtype), str(a.sharding)] for a in program.arguments],
         "schedules": [repr(choice) for choice in choices],
         "compared": program.compared,
+        "emitted": program.emitted,
         "target": description,
         "emission": emission(),
     }
@@ -142,7 +143,7 @@ def emission() -> str:
     digest = hashlib.sha256()
     packages = [Path(package.__file__ or "").parent for package in (cost_model, passes)]
     folders = [*packages, Path(__file__).parent / "hlo"]
-    names = ("verify.py", "autotune.py", "speedup.py", "compiled_memory.py", "meeting.py")
+    names = ("verify.py", "autotune.py", "speedup.py", "compiled_memory.py", "meeting.py", "trial_times.py")
     own = [Path(__file__).with_name(name) for name in names]
     tables = sorted((packages[0] / "tables").glob("*.json"))
     for path in [*(path for folder in folders for path in sorted(folder.glob("*.py"))), *tables, *own]:

@@ -90,9 +90,9 @@ def _axes(op: Any) -> Iterable[Any]:
 def _same_as(flow: Dataflow, collective: Collective) -> str:
     """Where an equal collective is whose result is used in place of this one's; nothing if there is none."""
     op = flow.ops[collective.op]
-    for other in flow.ops[: collective.op]:
-        if (other.name, other.inputs, other.params) == (op.name, op.inputs, op.params):
-            return f"It is the same as the {collective.kind} at {other.source}."
+    first = next(other for other in flow.collectives[op.name, op.inputs] if other.params == op.params)
+    if first is not op:
+        return f"It is the same as the {collective.kind} at {first.source}."
     return ""
 
 

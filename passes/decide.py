@@ -161,6 +161,7 @@ def decide(
         return trial or _judge(proposal, policy, describe, hardware, invariant)
 
     hidden_s = as_written_s = hidden.seconds()
+    every = tuple(proposals)
     while proposals:
         proposals.sort(key=lambda p: (-benefit_s(_hiding(p[0], hidden_s)), p[0].collective.op))
         for proposal, chains in proposals:
@@ -168,9 +169,9 @@ def decide(
             if decision.rewritten:
                 taken.update(dots_of(decision))
             decided[decision.collective.op] = decision
-        proposals = [p for p in proposals if _is_hidden(decided[p[0].collective.op])]
+        proposals = [p for p in every if _is_hidden(decided[p[0].collective.op])]
         if proposals:
-            # Beside the dots of a ring nothing is hidden: what was may pay now.
+            # Beside the dots of a ring nothing is hidden: what was may pay now, of all rings so far.
             before_s, hidden_s = hidden_s, hidden.seconds(_priced_rings(decided.values()))
             ops = {op for op, seconds in before_s.items() if hidden_s.get(op, 0.0) < seconds}
             proposals = [p for p in proposals if p[0].collective.op in ops]

@@ -24,7 +24,7 @@ from passes.collective import explicitly_sharded
 from passes.decide import Decision, rings_of
 from passes.emit import Ring
 from passes.gather_match import call_of, keeps_types
-from passes.graph import Dataflow
+from passes.graph import Dataflow, Operand
 from passes.schedule import divisions
 from passes.shims import has_effects
 
@@ -106,8 +106,6 @@ def _followers(
     """The operations that can follow the dots block by block, in program order."""
     unit, axis_size = divisions(flow, chain), chain.collective.axis_size
     start = min(dot.op for dot in chain.dots)
-    there = {value for value in flow.inputs if any(0 <= user < start for user in flow.users[value])}
-    given = {value for value in flow.inputs if flow.avals[value].dtype.itemsize > 1 and value not in there}
     pending = [user for value in blocked for user in flow.users[value] if user >= 0]
     heapq.heapify(pending)
     done = -1
@@ -131,7 +129,7 @@ def _followers(
         others = [v for v, _ in pairs if isinstance(v, int) and v not in blocked]
         if any(blocked[v] != dim for v, dim in own) or any(flow.producer.get(v) in late for v in others):
             continue
-        if any(v in given for v, dim in pairs if dim is not None):
+        if any(_is_given(flow, v, start) for v, dim in pairs if dim is not None):
             continue
         sizes = [flow.aval(v).shape[dim] for v, dim in pairs if dim is not None]
         sizes += [flow.avals[value].shape[rule.result_dim] for value in op.outputs]
@@ -143,6 +141,14 @@ def _followers(
             for user in flow.users[value]:
                 if user >= 0:
                     heapq.heappush(pending, user)
+
+
+def _is_given(flow: Dataflow, value: Operand, start: int) -> bool:
+    """Whether an operand is an array that the program is given, no mask, and that nothing before reads."""
+    if value not in flow.given or flow.aval(value).dtype.itemsize <= 1:
+        return False
+    first = flow.users[value][0]  # in program order; -1, of a result, comes last
+    return not 0 <= first < start
 
 
 def _fewest_bytes(flow: Dataflow, made: Iterable[int], blocks: list[BlockOp]) -> list[BlockOp]:

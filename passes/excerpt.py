@@ -17,6 +17,7 @@ from passes.graph import Dataflow, Literal, Operand
 from passes.hops import PlacesOf
 from passes.network import Network
 from passes.schedule import RingSchedule
+from passes.starts import starts_explicitly
 
 Program = Callable[..., tuple[Any, ...]]
 Choice = TypeVar("Choice")
@@ -33,6 +34,8 @@ class Excerpt(Generic[Choice]):
       mesh: the devices that it runs on.
       whole: whether it is no chain but a whole program: of that the first version that gains will do.
       compared: so many of its versions, the first ones, are all to be compared.
+      emitted: what decides, beside the part's text, how its rings are made: whether jax may differentiate
+        them, and whether they start their hops themselves.
     """
 
     arguments: tuple[jax.ShapeDtypeStruct, ...]
@@ -41,6 +44,7 @@ class Excerpt(Generic[Choice]):
     mesh: Any
     whole: bool = False
     compared: int = 1
+    emitted: tuple[bool, ...] = ()
 
 
 def excerpt(flow: Dataflow, chain: Chain, network: Network) -> Excerpt[RingSchedule] | None:
@@ -109,7 +113,8 @@ def excerpt(flow: Dataflow, chain: Chain, network: Network) -> Excerpt[RingSched
         )
         for value, spec in zip(taken, specs(taken), strict=True)
     )
-    return Excerpt(arguments, program(original), ring, mesh)
+    emitted = flow.differentiable, starts_explicitly(flow, chain)
+    return Excerpt(arguments, program(original), ring, mesh, emitted=emitted)
 
 
 def _wanted(flow: Dataflow, chain: Chain) -> dict[int, None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
 
@@ -219,7 +219,7 @@ def gather_chain(flow: Dataflow, sinking: Sinking, invariance: Invariance) -> Al
     ops, dots = _without_self_dependence(flow, sinking, source) if sinking.dots else ([], [])
     if not dots:
         return None
-    kept = _leading_to(flow, ops, [o for dot in dots for o in _blocked_operands(flow, dot)])
+    kept = _leading_to(flow, _makers(flow, ops), [o for dot in dots for o in _blocked_operands(flow, dot)])
     members = {block.op for block in (*kept, *dots)}
     reduced = _shard_reductions(flow, sinking, members)
     gone = members.union(*(reduction.members for reduction in reduced))
@@ -264,15 +264,21 @@ def _blocked_operands(flow: Dataflow, block: BlockOp) -> list[int]:
     return [operand for operand, dim in pairs if dim is not None and isinstance(operand, int)]
 
 
-def _leading_to(flow: Dataflow, ops: Sequence[BlockOp], wanted: Sequence[int]) -> list[BlockOp]:
-    """Those operations from which one of the wanted values is reached."""
-    needed = set(wanted)
-    kept: list[BlockOp] = []
-    for block in reversed(ops):
-        if any(value in needed for value in flow.ops[block.op].outputs):
-            kept.append(block)
-            needed.update(_blocked_operands(flow, block))
-    return kept[::-1]
+def _makers(flow: Dataflow, ops: Iterable[BlockOp]) -> Mapping[int, BlockOp]:
+    """The operation that makes each value."""
+    return {value: block for block in ops for value in flow.ops[block.op].outputs}
+
+
+def _leading_to(flow: Dataflow, makers: Mapping[int, BlockOp], wanted: Iterable[int]) -> list[BlockOp]:
+    """Those operations from which one of the wanted values is reached, in program order."""
+    kept: dict[int, BlockOp] = {}
+    waiting = list(wanted)
+    while waiting:
+        block = makers.get(waiting.pop())
+        if block is not None and block.op not in kept:
+            kept[block.op] = block
+            waiting += _blocked_operands(flow, block)
+    return sorted(kept.values(), key=_number)
 
 
 def _without_self_dependence(
@@ -335,11 +341,12 @@ def _shard_reductions(flow: Dataflow, sinking: Sinking, members: set[int]) -> tu
         if block.op not in members and users and all(user in replaced for user in users):
             absorbed.append(block.op)
             replaced.add(block.op)
+    makers, left = _makers(flow, sinking.ops), set(absorbed)
     found = []
     for index in sinking.reductions:
-        path = _leading_to(flow, sinking.ops, [o for o in flow.ops[index].inputs if isinstance(o, int)])
-        own = tuple(block.op for block in path if block.op in absorbed)
-        absorbed = [op for op in absorbed if op not in own]
+        path = _leading_to(flow, makers, [o for o in flow.ops[index].inputs if isinstance(o, int)])
+        own = tuple(block.op for block in path if block.op in left)
+        left.difference_update(own)
         found.append(ShardReduction(op=index, collective=sinking.collective, path=tuple(path), absorbed=own))
     return tuple(found)
 
@@ -367,4 +374,5 @@ def _cut(
         if flow.bytes_of(value) <= flow.bytes_of(wire):
             wire, length = value, len(path)
     before = tuple(path[:length])
-    return before, wire, tuple(block for block in ops if block not in before)
+    done = {block.op for block in before}
+    return before, wire, tuple(block for block in ops if block.op not in done)

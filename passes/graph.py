@@ -132,6 +132,20 @@ class Dataflow:
         return {value: index for index, op in enumerate(self.ops) for value in op.outputs}
 
     @cached_property
+    def collectives(self) -> Mapping[tuple[Any, ...], list[Op]]:
+        """The collectives by name and operands, in program order."""
+        found: dict[tuple[Any, ...], list[Op]] = {}
+        for op in self.ops:
+            if op.name in COLLECTIVES:
+                found.setdefault((op.name, op.inputs), []).append(op)
+        return found
+
+    @cached_property
+    def given(self) -> frozenset[int]:
+        """The jaxpr's arguments."""
+        return frozenset(self.inputs)
+
+    @cached_property
     def live(self) -> Mapping[int, Op]:
         """The operations that have an effect or lead to a result, by number, in program order."""
         wanted = {operand for operand in self.outputs if isinstance(operand, int)}
@@ -241,7 +255,7 @@ class _Reader:
         self.constants: dict[int, Any] = {}
         self.gathered: set[int] = set()
         self.multiplied: set[int] = set()
-        self.alike: dict[tuple[str, tuple[Any, ...]], list[Op]] = {}
+        self.alike: dict[tuple[Any, ...], list[Op]] = {}
         self.crossings: dict[int, _Crossing] = {}
         self.blockwise: dict[int, bool] = {}
 
@@ -324,7 +338,11 @@ class _Reader:
         """
         if op.name not in COLLECTIVES and not is_fusible(op.name):
             return op
-        alike = self.alike.setdefault((op.name, tuple(map(_told, op.inputs))), [])
+        told = op.name, tuple(map(_told, op.inputs))
+        try:
+            alike = self.alike.setdefault((*told, frozenset(op.params.items())), [])
+        except TypeError:  # a parameter that cannot be hashed
+            alike = self.alike.setdefault(told, [])
         first = next((other for other in alike if other.params == op.params), op)
         if first is op:
             alike.append(op)

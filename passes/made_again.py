@@ -13,12 +13,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Final
 
 from passes.block_eval import cut_once
 from passes.blocks import is_fusible
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
-from passes.graph import Dataflow
+from passes.graph import Dataflow, Operand
+
+MOST_ROOTS: Final = 16
+"""Of so many values at most is one made again: each of them is kept for it. What a residual stream has become
+is made of all that was ever added to it.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ def made_again(
     again = functools.cache(lambda op: op not in members and _makes_again(flow, op))
     every = sorted({*rings, *(c.collective.op for c in kept if not isinstance(c, AllGatherDot))})
     needs = flow.needs(every)
+    followed = _followed_by(flow, every)
     read_whole = read_by_rings(flow, chains) | {value for value, ring in later.items() if ring}
     of_sum: dict[int, list[int]] = {}
     for value, sum_op in _first_needing(flow, every).items():
@@ -71,8 +78,8 @@ def made_again(
     makers: dict[int, int] = {}
     roots: set[int] = set()
     readers: set[int] = set()
-    for number, sum_op in enumerate(every):
-        following = sum(1 << n for n, op in enumerate(every) if needs.get(op, 0) >> number & 1)
+    for sum_op in every:
+        following = followed.get(sum_op, 0)
         late = functools.partial(_needs, needs, following)
         cut = cut_once(flow, _dots(rings[sum_op])) if sum_op in rings else ()
         if following:
@@ -129,6 +136,24 @@ def _first_needing(flow: Dataflow, ops: Iterable[int]) -> Mapping[int, int]:
     return found
 
 
+def _followed_by(flow: Dataflow, ops: Sequence[int]) -> Mapping[int, int]:
+    """Which of some operations need a result of each, where one does: bit n for the n-th."""
+    needs = {op: 1 << number for number, op in enumerate(ops)}
+    found: dict[int, int] = {}
+    asked: dict[int, int] = {}
+    for index in reversed(tuple(flow.live)):
+        op, needing = flow.ops[index], 0
+        for value in op.outputs:
+            needing |= asked.get(value, 0)
+        if index in needs and needing:
+            found[index] = needing
+        if needing := needing | needs.get(index, 0):
+            for operand in op.inputs:
+                if isinstance(operand, int):
+                    asked[operand] = asked.get(operand, 0) | needing
+    return found
+
+
 def _needs(needs: Mapping[int, int], wanted: int, index: int) -> bool:
     return bool(needs.get(index, 0) & wanted)
 
@@ -147,6 +172,8 @@ def _made_of(
             continue
         if not again(maker):
             of.add(value)
+            if len(of) > MOST_ROOTS:
+                return {}, set()
             continue
         found[value] = maker
         waiting.extend(operand for operand in flow.ops[maker].inputs if isinstance(operand, int))
@@ -170,15 +197,37 @@ def _with_others(
         op = flow.ops[index]
         if op.outputs[0] in found:
             continue
-        others, needed = _made_of(
-            flow, [o for o in op.inputs if isinstance(o, int) and o not in found and o not in of], again
-        )
-        if needed <= of:
+        others = _made_of_these(flow, op.inputs, found, of, again)
+        if others is not None:
             found.update(others)
             found.update(dict.fromkeys(op.outputs, index))
             for value in op.outputs:
                 for user in flow.users[value]:
                     heapq.heappush(waiting, user)
+
+
+def _made_of_these(
+    flow: Dataflow,
+    operands: Iterable[Operand],
+    found: Mapping[int, int],
+    of: Set[int],
+    again: Callable[[int], bool],
+) -> dict[int, int] | None:
+    """What is to be made for operands of these roots, and of arguments; None if they need more."""
+    made: dict[int, int] = {}
+    waiting = list(operands)
+    while waiting:
+        value = waiting.pop()
+        if not isinstance(value, int) or value in found or value in of or value in made:
+            continue
+        maker = flow.producer.get(value)
+        if maker is None:
+            continue
+        if not again(maker):
+            return None
+        made[value] = maker
+        waiting.extend(flow.ops[maker].inputs)
+    return made
 
 
 def _makes_again(flow: Dataflow, index: int) -> bool:

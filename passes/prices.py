@@ -17,6 +17,7 @@ from passes.graph import Dataflow, Literal
 from passes.network import Network
 from passes.pricing import Pricer, pricer
 from passes.schedule import RingSchedule
+from passes.starts import may_start_explicitly
 
 
 class Prices:
@@ -48,7 +49,8 @@ class Prices:
 
         First of all come those that need no more memory than the chain as written.
         """
-        like = (likeness(self._flow, chain), self._before_it(chain))
+        started = may_start_explicitly(self._flow, chain)  # not where its operand is the same in every turn
+        like = (likeness(self._flow, chain), self._before_it(chain), started)
         try:
             known = self._best.get(like)
         except TypeError:  # A parameter of an equation that cannot be hashed.

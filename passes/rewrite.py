@@ -74,10 +74,13 @@ class _Rewriter:
             return operand.val if isinstance(operand, Literal) else env[operand]
 
         again = _Again(flow, twice, read)
+        first: dict[int, list[int]] = {}
+        for number, collective in plan.first.items():
+            first.setdefault(collective.op, []).append(flow.ops[number].outputs[0])
         for unit in plan.order:
             if not isinstance(unit, int):
                 if isinstance(unit, Ring):
-                    env.update(_waiting(plan, unit, env))
+                    env.update(_waiting(flow, unit, first.get(unit.chain.collective.op, ()), env))
                 reader = read if twice.readers.isdisjoint(unit.members) else again.read
                 env.update(_emit(flow, unit, reader, places))
                 continue
@@ -186,15 +189,13 @@ class _Again:
         return self._read(operand)
 
 
-def _waiting(plan: Plan, ring: Ring, env: Mapping[int, Any]) -> dict[int, Any]:
+def _waiting(flow: Dataflow, ring: Ring, first: Sequence[int], env: Mapping[int, Any]) -> dict[int, Any]:
     """What its dots read and what is to run first, by value: none of it is there before all is."""
-    flow, here = plan.flow, ring.chain.collective
-    first = [flow.ops[op].outputs[0] for op, collective in plan.first.items() if collective == here]
     if not first:
         return {}
     read = [operand for operand in flow.ops[ring.chain.dots[0].op].inputs if isinstance(operand, int)]
     # Weights and other arguments had to be copied if they were held up.
-    made = [operand for operand in read if operand not in flow.inputs] or read
+    made = [operand for operand in read if operand not in flow.given] or read
     values = [value for value in dict.fromkeys((*made, *first)) if value in env]
     return dict(zip(values, tie(*(env[value] for value in values)), strict=True))
 

@@ -29,17 +29,19 @@ def find_scatter_chain(flow: Dataflow, collective: Collective) -> DotReduceScatt
     climbed: list[BlockOp] = []
     stops: list[Reason] = []
     pending: list[int] = []
+    reduced = False
     _push_producer(flow, operand, pending)
     while pending:
         index = -heapq.heappop(pending)
         if climbed and climbed[-1].op == index:
             continue
-        step = _climb(flow, collective, index, asked, taken)
+        step = _climb(flow, collective, index, asked, taken, reduced=reduced)
         if isinstance(step, Reason):
             stops.append(step)
             continue
         climbed.append(BlockOp(index, step))
         taken.add(index)
+        reduced = reduced or flow.ops[index].name.startswith("reduce_")
         if isinstance(step, DotDims):
             continue
         for value, dim in zip(flow.ops[index].inputs, step.operand_dims, strict=True):
@@ -63,7 +65,13 @@ def _push_producer(flow: Dataflow, value: int, pending: list[int]) -> None:
 
 
 def _climb(
-    flow: Dataflow, collective: Collective, index: int, asked: dict[int, set[int | None]], taken: set[int]
+    flow: Dataflow,
+    collective: Collective,
+    index: int,
+    asked: dict[int, set[int | None]],
+    taken: set[int],
+    *,
+    reduced: bool,
 ) -> Blockwise | DotDims | Reason:
     """How an operation makes the blocks that are asked of it; or why the chain stops below it."""
     op = flow.ops[index]
@@ -74,7 +82,6 @@ def _climb(
     users = {user for value in op.outputs for user in flow.users[value]}
     if others or dim is None or not users <= taken:
         # What is reduced on the way, such as a bias's gradient, would be no matmul even if not shared.
-        reduced = any(flow.ops[i].name.startswith("reduce_") for i in taken - {collective.op})
         escapes = not reduced and _follows_from_dot(flow, index)
         return Reason(Code.PARTIAL_SUM_ESCAPES if escapes else Code.NO_DOT, where)
     if op.name != "dot_general":

@@ -194,6 +194,7 @@ def _excerpt(
         mesh,
         whole=True,
         compared=compared,
+        emitted=(plan.flow.differentiable,),
     )
 
 
