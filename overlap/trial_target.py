@@ -118,7 +118,7 @@ def key(
     """
     facts = {
         "policy": policy,
-        "chain": _without_addresses(str(jaxpr)),
+        "chain": _without_addresses(jaxpr.pretty_print(use_color=False)),
         "arguments": [[a.shape, str(a.dtype), str(a.sharding)] for a in program.arguments],
         "schedules": [repr(choice) for choice in choices],
         "compared": program.compared,

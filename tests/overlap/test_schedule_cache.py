@@ -265,10 +265,11 @@ def key_of(
     schedules: Any = SCHEDULES,
     policy: str = "verify",
     target: Target | None = None,
+    differentiable: bool = False,
 ) -> str:
     """The key of a chain."""
     mesh = mesh_of() if mesh is None else mesh
-    program, _ = chain(body, mesh=mesh, rows=rows)
+    program, _ = chain(body, mesh=mesh, rows=rows, differentiable=differentiable)
     jaxpr = program.original.trace(*program.arguments).jaxpr  # type: ignore[attr-defined]
     target = Target(mesh, by_name("tpu_v5p")) if target is None else target
     return key(policy, jaxpr, program, schedules, target.description())
@@ -328,10 +329,33 @@ class TestKey:
             key_of(schedules=SCHEDULES[:2]),
             key_of(schedules=(*SCHEDULES[:2], across)),
             key_of(policy="autotune"),
+            key_of(differentiable=True),
             key_of(body=lambda x, w: jnp.tanh(lax.all_gather(x, "x", tiled=True)) @ w),
             key_of(body=lambda x, w: lax.all_gather(x, "x", tiled=True).astype(jnp.bfloat16) @ w),
         ]
         assert len(set(different)) == len(different)
+
+    def test_is_the_same_on_a_terminal_where_jax_prints_in_colour(self) -> None:
+        script = (
+            "import jax, sys; from tests.overlap.test_schedule_cache import *; "
+            "print(ascii(str(jax.make_jaxpr(lambda x: x + 1)(1.0))), key_on_two_axes(), file=sys.stderr)"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm"}
+        terminal, its_end = os.openpty()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", script],
+                env=environment,
+                stdout=its_end,
+                stderr=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+        finally:
+            os.close(its_end)
+            os.close(terminal)
+        assert "\\x1b[" in done.stderr
+        assert done.stderr.split()[-1] == key_on_two_axes()
 
     def test_is_the_same_whatever_stands_around_the_chain(self) -> None:
         assert key_of(body=lambda x, w: jnp.tanh(gather(x + 1, 2 * w))) == key_of()

@@ -50,7 +50,7 @@ def mapped(body: Callable[..., Any], mesh: Any) -> Any:
 
 
 def chain(
-    body: Callable[..., Any] = gather, *, mesh: Any = None, rows: int = 32
+    body: Callable[..., Any] = gather, *, mesh: Any = None, rows: int = 32, differentiable: bool = False
 ) -> tuple[Excerpt[RingSchedule], tuple[RingSchedule, ...]]:
     """The first chain of a function of x[rows, 16] and w[16, 24], as a trial gets it, and schedules."""
     found: list[Excerpt[RingSchedule]] = []
@@ -58,7 +58,13 @@ def chain(
     jaxpr = function.trace(
         jax.ShapeDtypeStruct((rows, 16), jnp.float32), jax.ShapeDtypeStruct((16, 24), jnp.float32)
     ).jaxpr
-    passes.make_plan(jaxpr, "verify", hardware_of, try_out=lambda program, _: found.append(program))
+    passes.make_plan(
+        jaxpr,
+        "verify",
+        hardware_of,
+        differentiable=differentiable,
+        try_out=lambda program, _: found.append(program),
+    )
     return found[0], SCHEDULES
 
 
