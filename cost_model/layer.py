@@ -15,6 +15,7 @@ Scores and values are charged without a causal mask. Elementwise work is left ou
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -257,8 +258,9 @@ def _blocks(model: Model, split: Split) -> tuple[_Block, ...]:
     between: dict[str, Matmul] = {}
     if model.sequence:
         t = _local_tokens(model, split)
-        rows = min(t, model.sequence)
-        batch = heads * max(1, t // model.sequence)
+        # A device has a part of a sequence, whole ones, or equal parts of several.
+        rows = t if t <= model.sequence else math.gcd(t, model.sequence)
+        batch = heads * (t // rows)
         between = {
             "attention scores": Matmul(
                 batch=batch, m=rows, k=model.head_dim, n=model.sequence, dtype=model.dtype

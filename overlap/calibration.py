@@ -110,8 +110,6 @@ def calibrate(
     mesh_shape: Sequence[int] | None = None,
     quick: bool = False,
     progress: Progress | None = None,
-    programs: Callable[[Mesh], Programs] = MeshPrograms,
-    clock: Clock = time.perf_counter,
     effort: Effort | None = None,
 ) -> Calibration:
     """Measures all attached devices at once and fits the cost model's `Hardware` to them.
@@ -123,8 +121,6 @@ def calibrate(
       mesh_shape: devices along each mesh axis whose links are measured; one axis of all devices if None.
       quick: fewer shapes and rounds: seconds rather than minutes.
       progress: is told how far it is.
-      programs: makes what is timed.
-      clock: seconds.
       effort: what is measured, in place of what the platform and `quick` suggest.
 
     Raises:
@@ -144,7 +140,7 @@ def calibrate(
     mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
     if effort is None:
         effort = (CPU_QUICK if quick else CPU) if platform == "cpu" else (QUICK if quick else FULL)
-    session = _Session(mesh, programs(mesh), base, effort, clock, progress)
+    session = _Session(mesh, MeshPrograms(mesh), base, effort, time.perf_counter, progress)
     return session.calibration(kind, platform)
 
 

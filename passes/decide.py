@@ -317,11 +317,11 @@ def _judge(
     hardware: Hardware | None,
     loop_invariant: bool = False,
 ) -> Decision:
-    if loop_invariant and policy in ("auto", "verify", "autotune"):
-        return dataclasses.replace(proposal, reason=Reason(Code.LOOP_INVARIANT))
-    code, rewritten = _verdict(proposal, policy, describe, hardware)
-    detail = "Its operand is the same in every iteration of the loop." if loop_invariant else ""
-    if code is Code.NOT_PROFITABLE and _gain(proposal) > 0:
+    code, rewritten = _verdict(proposal, policy, describe, hardware, loop_invariant)
+    detail = ""
+    if loop_invariant and code is not Code.LOOP_INVARIANT:
+        detail = "Its operand is the same in every iteration of the loop."
+    elif code is Code.NOT_PROFITABLE and _gain(proposal) > 0:
         detail = f"It would gain {_gain(proposal):.1%}, {_but(proposal)}."
     elif code is Code.HIDDEN_AS_WRITTEN and proposal.estimate is not None:
         share = proposal.estimate.hidden_s / proposal.estimate.collective_s
@@ -384,18 +384,24 @@ def _found(trial: Trial[RingSchedule], ring_s: float, note: str) -> str:
 
 
 def _verdict(
-    proposal: Decision, policy: Policy, describe: Describe, hardware: Hardware | None
+    proposal: Decision,
+    policy: Policy,
+    describe: Describe,
+    hardware: Hardware | None,
+    loop_invariant: bool,
 ) -> tuple[Code, bool]:
     if policy == "never":
         return Code.POLICY_NEVER, False
     if policy == "always":
         return Code.POLICY_ALWAYS, True
-    if proposal.estimate is None or hardware is None:
+    if loop_invariant:
+        predicted = Code.LOOP_INVARIANT
+    elif proposal.estimate is None or hardware is None:
         predicted = Code.UNKNOWN_HARDWARE
     else:
         predicted = _predicted(proposal.estimate, hardware)
     if callable(policy):
-        # It is told what the cost model alone would decide.
+        # It is told what "auto" would decide.
         accepted = ask(policy, describe(dataclasses.replace(proposal, reason=Reason(predicted))))
         return (Code.POLICY_ACCEPTED, True) if accepted else (Code.POLICY_DECLINED, False)
     return predicted, predicted is Code.PROFITABLE

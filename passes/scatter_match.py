@@ -42,9 +42,9 @@ def find_scatter_chain(flow: Dataflow, collective: Collective) -> DotReduceScatt
         climbed.append(BlockOp(index, step))
         taken.add(index)
         reduced = reduced or flow.ops[index].name.startswith("reduce_")
-        if isinstance(step, DotDims):
-            continue
-        for value, dim in zip(flow.ops[index].inputs, step.operand_dims, strict=True):
+        # A dot reads its operands as a whole: what else they are cut for ends here.
+        dims = (None, None) if isinstance(step, DotDims) else step.operand_dims
+        for value, dim in zip(flow.ops[index].inputs, dims, strict=True):
             if isinstance(value, int):
                 asked.setdefault(value, set()).add(dim)
                 if dim is not None:

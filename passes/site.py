@@ -23,8 +23,8 @@ class Site:
       result: type of its result.
       dots: per dot of the chain, the types of its operands and its source line.
       rewritten: whether a ring replaces it.
-      reason: stable code of why, or why not. A policy that is asked about the site finds what the cost model
-        alone would decide.
+      reason: stable code of why, or why not. A policy that is asked about the site finds what ``"auto"``
+        would decide.
       sentence: the reason in words.
       schedule: how the ring runs; empty where there is no chain.
       estimate: predicted times; None where there is no chain or the hardware is unknown.

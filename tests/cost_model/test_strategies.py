@@ -237,6 +237,15 @@ class TestTheLayer:
         assert (scores.batch, scores.m, scores.k, scores.n) == (4 * 4, 32, 8, 32)
         assert model.parameters == 64 * (64 + 2 * 16 + 64) + 3 * 64 * 256
 
+    @pytest.mark.parametrize("copies", [1, 2, 3, 4, 6, 8])
+    def test_every_token_of_a_device_attends_to_one_sequence(self, copies: int) -> None:
+        model = Model(layers=1, d_model=64, d_ff=256, tokens=3 * 64, heads=2, head_dim=8, sequence=64)
+        dots = forward(model, Split(data=copies)).dots
+        for name in ("attention scores", "attention values"):
+            dot = dots[name]
+            assert dot.batch * dot.m == 2 * model.tokens // copies
+            assert {dot.n, dot.k} == {8, 64}
+
 
 class TestThePrice:
     def test_ring_overlap_lies_between_the_sum_and_the_maximum(self) -> None:

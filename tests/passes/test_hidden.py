@@ -220,3 +220,29 @@ def test_compilers_leave_exposed_what_is_said(slice_name: str, chip: str) -> Non
     """The price of a sum on 7x has the copies around it, which the compiler may hide."""
     for name, (whole_s, hidden_s, exposed_s) in told_by(SCRIPT, slice_name, chip).items():
         assert whole_s - hidden_s == pytest.approx(exposed_s, rel=0.3), name
+
+
+def test_what_a_later_ring_exposes_is_decided_again() -> None:
+    """The third gather is hidden beside the rings of the first round, exposed beside those of the second."""
+
+    def multiplied(y: Any, w: Any) -> Any:
+        return jnp.tanh(lax.all_gather(y, "x", axis=0, tiled=True) @ w.T @ w)[: y.shape[0]]
+
+    def weighted(y: Any, w: Any) -> Any:
+        return y @ lax.all_gather(w, "x", axis=0, tiled=True)
+
+    def body(x: Any, *w: Any) -> Any:
+        b, c = jnp.sin(x), jnp.cos(x)
+        b = jnp.tanh(multiplied(x, w[0]))
+        b = jnp.tanh(weighted(b, w[1]))
+        b = jnp.tanh(multiplied(b, w[2]))
+        c = jnp.tanh(multiplied(b, w[3]))
+        return jnp.tanh(weighted(x, w[4])) + b + c
+
+    mapped = jax.shard_map(
+        body, mesh=spmd.mesh_of(4), in_specs=(P("x"),) * 6, out_specs=P("x"), check_vma=False
+    )
+    shapes = [(8192, 4096), *[(4096, 4096)] * 5]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    report = overlap_collectives(jax.jit(mapped), hardware="tpu_v5e", strict=True).explain(*arguments)
+    assert {site.reason for site in report.sites} == {"profitable"}

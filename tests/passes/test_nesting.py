@@ -309,12 +309,24 @@ def test_a_gather_of_the_same_value_in_every_iteration_is_reported_and_left_to_b
             return lax.scan(lambda c, _: (step(c), None), x, length=2)[0]
         return lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, step(s[1])), (0, x))[1]
 
-    for policy, rewritten, reason in (("auto", False, "loop_invariant"), ("always", True, "policy_always")):
+    told = []
+
+    def profitable(site: Any) -> bool:
+        told.append(site.reason)
+        return bool(site.reason == "profitable")
+
+    cases: tuple[tuple[Any, bool, str], ...] = (
+        ("auto", False, "loop_invariant"),
+        ("always", True, "policy_always"),
+        (profitable, False, "policy_declined"),
+    )
+    for policy, rewritten, reason in cases:
         outcome = spmd.run_both(body, F32, policy=policy)
         same, other = outcome.report.sites
         assert (same.rewritten, same.reason) == (rewritten, reason)
         assert "same in every iteration" in same.sentence and "every iteration" not in other.sentence
         np.testing.assert_allclose(outcome.rewritten, outcome.original, atol=1e-5)
+    assert "loop_invariant" in told
 
 
 def test_what_a_loop_carries_unchanged_is_the_same_in_every_iteration() -> None:

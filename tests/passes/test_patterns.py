@@ -557,3 +557,30 @@ def test_a_reshape_of_a_gathered_weight_is_followed_in_its_gradient_too(check_vm
     kinds = {site.kind for site in decorated.explain(x, w).sites if site.rewritten}
     assert kinds == {"all_gather_dot", "dot_reduce_scatter"}
     np.testing.assert_allclose(decorated(x, w), gradient(x, w), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "g",
+    [lambda s: s + s @ s, lambda s: s @ s - s, lambda s: s @ s.T, lambda s: (s + 1) @ s + np.float32(2) * s],
+)
+@pytest.mark.parametrize("collective", ["reduce_scatter", "psum", "all_to_all"])
+def test_of_two_dots_before_a_collective_one_may_read_the_other(
+    g: Callable[[Any], Any], collective: str
+) -> None:
+    """As in the gradient of a Newton-Schulz step (Muon): the ring is of the last dot alone."""
+    x, y = stacked((5, 8), (5, 8))
+    after = {
+        "reduce_scatter": lambda z: lax.psum_scatter(z, "x", scatter_dimension=0, tiled=True),
+        "psum": lambda z: lax.psum(z, "x") * 1,
+        "all_to_all": lambda z: lax.all_to_all(z, "x", 0, 1, tiled=True),
+    }
+    outcome = spmd.run_both(lambda x, y: after[collective](g(x.T @ y)), (x, y))
+    (site,) = outcome.report.sites
+    assert (site.rewritten, len(site.dots)) == (True, 1)
+    before = per_device(lambda x, y: g(x.T @ y), x, y)
+    wanted = {
+        "reduce_scatter": spmd.psum_scatter(before, 0),
+        "psum": spmd.psum(before),
+        "all_to_all": all_to_all(before, 0, 1, tiled=True),
+    }[collective]
+    spmd.assert_as_good(outcome, wanted)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from cost_model import by_name
 from cost_model.ring_work import Before
-from passes import pricing
+from passes import pricing, shims
 from passes.chains import Chain
 from passes.graph import Dataflow, dataflow
 from passes.match import match_dataflow
@@ -166,6 +167,23 @@ def test_each_kind_is_priced_once_and_as_by_itself() -> None:
     assert pricer.call_count == 2
     assert best == [Prices(flow, network, {}, alone=False).best(chain) for chain in chains]
     assert best[0] != best[1]
+
+
+@pytest.mark.skipif(not shims.EXPLICIT_STARTS, reason="the compiler of this jax places all starts itself")
+def test_a_chain_that_may_not_start_its_hops_is_priced_apart() -> None:
+    def body(x: Any, y: Any, w: Any) -> Any:
+        return gathered(x, w), gathered(y, w)
+
+    wide = [shard(2048, 2048, dtype=jnp.bfloat16)] * 3
+    flow, chains = chains_of(body, *wide)
+    same_in_every_turn = frozenset(o for o in flow.ops[chains[0].collective.op].inputs if isinstance(o, int))
+    flow = dataclasses.replace(flow, steady=same_in_every_turn)
+    network = Network(by_name("tpu_v5p"))
+    alone = [Prices(flow, network, {}, alone=False).best(chain) for chain in chains]
+    assert alone[0] != alone[1]
+    for order in (1, -1):
+        prices = Prices(flow, network, {}, alone=False)
+        assert [prices.best(chain) for chain in chains[::order]] == alone[::order]
 
 
 def test_what_is_on_chip_before_is_part_of_the_price() -> None:
