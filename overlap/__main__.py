@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import overlap
@@ -29,6 +30,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     calibrate_command.add_commands(commands)
     plan_command.add_commands(commands)
     split_command.add_commands(commands)
+    # Python has no stream for what was closed before it began (>&-).
+    nowhere = Path(os.devnull)
+    sys.stdout, sys.stderr = sys.stdout or nowhere.open("w"), sys.stderr or nowhere.open("w")
     # A pipe in an encoding without arrows gets question marks, not a traceback.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):

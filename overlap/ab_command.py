@@ -68,7 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
         _check_numbers(arguments)
         function, args, kwargs = resolve(arguments.target)
         if jax.process_index() == 0:
-            check_outputs({"--json": arguments.json, "--html": arguments.html})
+            measured = getattr(sys.modules[arguments.target.partition(":")[0]], "__file__", None)
+            check_outputs({"--json": arguments.json, "--html": arguments.html}, read=[measured])
         if arguments.trace_dir is not None and arguments.traced_rounds:
             check_directory(arguments.trace_dir)
     except ValueError as error:

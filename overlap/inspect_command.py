@@ -124,7 +124,7 @@ def _timeline(module: Module, hardware: Hardware | None, chips: tuple[int, ...] 
     from overlap.hlo.simulate import simulate
 
     if chips is None or hardware is None:
-        return simulate(module, hardware)
+        return _told(module, simulate(module, hardware), hardware)
     mesh = mesh_shape(module)
     count = module.num_partitions * module.num_replicas
     timeline = simulate(module, hardware, tpu_slice.devices(hardware, chips, count, mesh))
@@ -132,7 +132,28 @@ def _timeline(module: Module, hardware: Hardware | None, chips: tuple[int, ...] 
         f"The replica groups and permutes show a mesh of {'×'.join(map(str, mesh))} devices, which is "
         "taken to lie on the slice as jax.make_mesh lays it."
     )
-    return dataclasses.replace(timeline, assumptions=(*timeline.assumptions, laid))
+    timeline = dataclasses.replace(timeline, assumptions=(*timeline.assumptions, laid))
+    return _told(module, timeline, hardware)
+
+
+def _told(module: Module, timeline: Timeline, hardware: Hardware | None) -> Timeline:
+    """The timeline; of a module that was compiled for another kind of device, it says so first."""
+    from overlap.hlo.guess import platform
+
+    if hardware is None:
+        return timeline
+    own = "cpu" if "cpu" in hardware.device_kinds else "GPU" if hardware.network == "switch" else "TPU"
+    kind = platform(module)
+    if kind == own:
+        return timeline
+    # A CPU's text has no signs of its own.
+    found = (
+        "Nothing in the text is of a TPU's or a GPU's compiler: if it is XLA:CPU's"
+        if kind == "cpu"
+        else (f"The text is of a {kind}'s compiler")
+    )
+    said = f"{found}, so is the schedule, at the rates of {hardware.name}."
+    return dataclasses.replace(timeline, assumptions=(said, *timeline.assumptions))
 
 
 def _inspection(

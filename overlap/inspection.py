@@ -195,7 +195,7 @@ def _timeline(compiled: Any, hardware: Hardware | None) -> Timeline:
     if kind in hardware.device_kinds:
         return timeline
     said = f"The program is the compiler's for {kind}, its schedule too, with the rates of {hardware.name}."
-    return dataclasses.replace(timeline, assumptions=(*timeline.assumptions, said))
+    return dataclasses.replace(timeline, assumptions=(said, *timeline.assumptions))
 
 
 def devices_of(shardings: Sequence[Any]) -> list[Any]:

@@ -62,7 +62,9 @@ def add_commands(commands: Any) -> None:
     )
     parser.add_argument("--axis-size", type=int, metavar="P", help="devices on the mesh axis")
     parser.add_argument(
-        "--topology", metavar="SHAPE", help="the slice's chips, such as v5p:4x4x4; the axis has all, or P"
+        "--topology",
+        metavar="SHAPE",
+        help="the slice's chips, v5p:4x4x4; of GPUs, h100:64; the axis has all, or P",
     )
     parser.add_argument("--dtype", default="bfloat16", help="of operands and result (default: bfloat16)")
     parser.add_argument(
@@ -226,6 +228,9 @@ def _axis(arguments: argparse.Namespace) -> Axis:
     size = size or count
     if count % size:
         raise PlanError(f"--axis-size {size} does not divide the slice's {count} devices")
-    devices = tpu_slice.devices(hardware, shape, count, (count // size, size))
-    topology = Topology.from_devices(devices, hardware)
+    if hardware.network == "switch":
+        topology = Topology.logical((count,), hardware)
+    else:
+        devices = tpu_slice.devices(hardware, shape, count, (count // size, size))
+        topology = Topology.from_devices(devices, hardware)
     return Axis.of(topology, tuple(tuple(range(i, i + size)) for i in range(0, count, size)))

@@ -97,9 +97,10 @@ class Rewriter:
     def failed(self, error: Exception) -> None:
         """What follows a failure of the pass: strict functions raise it, others warn and run the original.
 
-        What is the user's to mend is always raised: an error of the policy, a calibration of other devices.
+        What is the user's to mend is always raised: an error of the policy, a calibration of other devices, a
+        warning that they made an error.
         """
-        if self._strict or of_policy(error) or isinstance(error, OtherDevicesError):
+        if self._strict or of_policy(error) or isinstance(error, OtherDevicesError | Warning):
             raise error
         if not self._warned:
             warn(report_request(self.name, error))

@@ -82,9 +82,14 @@ class Op:
     def bind(self, values: Sequence[Any], params: Mapping[str, Any] | None = None) -> Sequence[Any]:
         """The equation's results for other operands, and other parameters perhaps."""
         primitive = self.eqn.primitive
-        results = primitive.bind(
-            *values, **primitive.get_bind_params(self.params if params is None else params)
-        )
+        try:
+            results = primitive.bind(
+                *values, **primitive.get_bind_params(self.params if params is None else params)
+            )
+        except FloatingPointError as error:
+            # `jax_debug_nans` runs a program again, equation by equation, to find the first one.
+            error.add_note(f"It came out of the {self.name} at {self.source}.")
+            raise
         return results if primitive.multiple_results else (results,)  # type: ignore[no-any-return]
 
     @property

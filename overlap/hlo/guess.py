@@ -17,7 +17,7 @@ def guess_hardware(module: Module) -> Hardware:
     Raises:
       ValueError: the dump is a TPU's or a GPU's; the message lists the names to choose from.
     """
-    kind = _platform(module)
+    kind = platform(module)
     if kind == "cpu":
         return by_name("cpu")
     fitting = [name for name in names() if name.startswith("tpu_") == (kind == "TPU") and name != "cpu"]
@@ -107,7 +107,7 @@ def _borders(group: tuple[int, ...]) -> set[int]:
     return borders
 
 
-def _platform(module: Module) -> str:
+def platform(module: Module) -> str:
     """TPU, GPU or cpu: tilings and VMEM are a TPU's, cuBLAS calls and GPU notes a GPU's."""
     for computation in module.computations.values():
         for instruction in computation.instructions:

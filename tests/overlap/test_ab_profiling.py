@@ -634,6 +634,11 @@ def test_outputs_of_one_name_and_a_trace_in_a_file_are_told_before_anything_runs
     monkeypatch.setattr("overlap.ab_command.ab_profile", lambda *_, **__: pytest.fail("it ran"))
     assert main(["ab", "ab_script:profile", "--html", "same", "--json", "./same"]) == 2
     assert "--json and --html name one file" in capsys.readouterr().err
+    assert main(["ab", "ab_script:profile", "--html", "ab_script.py"]) == 2
+    assert (
+        "--html names ab_script.py, which is read" in capsys.readouterr().err
+        and Path("ab_script.py").read_text()
+    )
     for path in ("ab_script.py", "ab_script.py/trace"):
         assert main(["ab", "ab_script:profile", "--trace-dir", path]) == 2
         assert capsys.readouterr().err == f"overlap ab: cannot write {path}: Not a directory\n"

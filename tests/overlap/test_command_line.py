@@ -46,6 +46,15 @@ def test_so_does_the_help() -> None:
     assert b"[M,K]?[K,N]" in done.stdout
 
 
+def test_without_an_output_it_runs_all_the_same() -> None:
+    """As after ``>&-``."""
+    code = "import runpy, sys; sys.stdout = None; runpy.run_module('overlap', run_name='__main__')"
+    command = [sys.executable, "-c", code, *PLAN, *ON_V5P]
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=variables, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 def test_a_full_disk_gives_a_sentence() -> None:
     with open("/dev/full", "wb") as full:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
@@ -243,6 +244,24 @@ def test_after_a_fault_another_shape_is_rewritten() -> None:
     larger = reference(rows=16)
     check(decorated(*larger.arguments), larger.value())
     assert hops(decorated, *larger.arguments) > 0
+
+
+def test_a_warning_that_the_user_made_an_error_is_no_fault() -> None:
+    """Under verify the devices of a CPU's mesh tell nothing of a TPU."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decorated = always(jax.jit(mlp()), strict=False, policy="verify", hardware="tpu_v5p")
+        for _ in range(2):
+            with pytest.raises(RuntimeWarning, match=r"^policy='verify' compiles for the mesh's devices"):
+                decorated(*REF.arguments)
+
+
+def test_debug_nans_names_the_users_line() -> None:
+    program = mlp()
+    decorated = always(jax.jit(lambda *arguments: jnp.log(-jnp.abs(program(*arguments)) - 1)))
+    with jax.debug_nans(True), pytest.raises(FloatingPointError) as raised:
+        decorated(*REF.arguments)
+    assert any(f"It came out of the log at {__file__}" in note for note in raised.value.__notes__)
 
 
 def test_a_rewritten_program_of_another_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

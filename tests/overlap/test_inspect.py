@@ -94,7 +94,7 @@ class TestInspect:
         assert mine is not None and mine.name == "mine"
         ((_, plain),) = overlap.inspect(gather(), *shapes(), hardware="TPU v5p").programs
         assert plain.hardware == "tpu_v5p" and plain.topology.startswith("4 ")
-        assert plain.assumptions[-1].startswith("The program is the compiler's for cpu, its schedule too")
+        assert plain.assumptions[0].startswith("The program is the compiler's for cpu, its schedule too")
         ((_, plain),) = overlap.inspect(gather(), *shapes()).programs
         assert plain.hardware == "cpu"
         with pytest.raises(ValueError, match="unknown hardware 'abacus'"):

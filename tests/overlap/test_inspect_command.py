@@ -246,6 +246,15 @@ class TestOptions:
         said = complaint(capsys, files[0], "--hardware", str(missing))
         assert said == (f"overlap inspect: {missing} cannot be read as hardware: No such file or directory\n")
 
+    def test_a_text_of_no_such_compiler_is_told(
+        self, files: list[str], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for hardware in ("tpu_v5p", "h100", "cpu"):
+            told = json.loads(inspect(capsys, files[0], "--json", "--hardware", hardware))
+            first = told["inspections"][0]["programs"][0]["assumptions"][0]
+            words = f"if it is XLA:CPU's, so is the schedule, at the rates of {hardware}."
+            assert (words in first) == (hardware != "cpu")
+
     @pytest.mark.parametrize(
         ("options", "words"),
         [

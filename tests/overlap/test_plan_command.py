@@ -188,6 +188,15 @@ class TestTheCommand:
         for options in (ON_16, (*GIVEN, "--topology", "v5p:4x4x4", "--cut", "k")):
             assert max(map(len, plan(capsys, *options).splitlines())) <= 80
 
+    def test_gpus_are_given_by_their_number(self, capsys: pytest.CaptureFixture[str]) -> None:
+        alone = plan(capsys, *GIVEN, "--hardware", "h100", "--axis-size", "8")
+        of_host = plan(capsys, *GIVEN, "--topology", "h100:16", "--axis-size", "8")
+        assert "(2 hosts of 8 h100, each behind one switch)" in " ".join(of_host.split())
+        best = [next(line for line in out.splitlines() if "The best" in line) for out in (alone, of_host)]
+        assert best[0] == best[1]
+        both = plan(capsys, *GIVEN, "--topology", "h100:16")
+        assert "all_gather_dot over 16 devices of h100 (2 hosts of 8 h100" in both
+
     def test_json_has_the_same_figures(self, capsys: pytest.CaptureFixture[str]) -> None:
         figures = json.loads(plan(capsys, *ON_16, "--json"))
         assert undocumented(figures, "cost_model.md", "The JSON of `plan`") == set()
