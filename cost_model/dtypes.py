@@ -16,6 +16,18 @@ _KINDS: Final[dict[str, tuple[Kind, tuple[int, ...]]]] = {
 }
 """Kind and widths in bits, by what a name begins with."""
 
+_SHORT: Final = re.compile(r"(bf|fp|f|i|s|u|c)(\d+)")
+_LONG: Final = {
+    "bf": "bfloat",
+    "fp": "float",
+    "f": "float",
+    "i": "int",
+    "s": "int",
+    "u": "uint",
+    "c": "complex",
+}
+"""What names are that others write shorter, HLO for one."""
+
 KNOWN: Final = ", ".join(
     ("bool", *(f"{name}{'/'.join(map(str, widths))}" for name, (_, widths) in _KINDS.items()))
 )
@@ -39,7 +51,10 @@ def parse_dtype(dtype: str) -> tuple[Kind, int]:
         # Floats of a byte or less come in several formats, such as float8_e4m3fn.
         if bits in widths and (match["format"] is None or (match["kind"] == "float" and bits <= 8)):
             return kind, bits
-    raise ValueError(f"unknown dtype {dtype!r}; known: {KNOWN} (and formats such as float8_e4m3fn)")
+    meant = ";"
+    if (short := _SHORT.fullmatch(dtype)) and int(short[2]) in _KINDS[_LONG[short[1]]][1]:
+        meant = f", did you mean '{_LONG[short[1]]}{short[2]}'?"
+    raise ValueError(f"unknown dtype {dtype!r}{meant} known: {KNOWN} (and formats such as float8_e4m3fn)")
 
 
 def dtype_bytes(dtype: str) -> float:

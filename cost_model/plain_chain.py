@@ -232,13 +232,14 @@ def chain_of(
       m, k, n: the whole dot on one device: after a gather, before a scatter.
       dtype: of operands and result.
       cut: the dim that is gathered or scattered.
-      operand: which operand is gathered, where `cut` is k: "lhs" if None. m is of the lhs, n of the rhs.
+      operand: which operand is gathered, where `cut` is k: "lhs" if None. m is of the lhs, n of the rhs. None
+        where nothing is gathered.
       handed_out: whether a gathered array is also needed whole.
       starts_implied: see `PlainChain`.
 
     Raises:
-      ValueError: a size is below 1, the dtype is unknown, cut or operand is none, the dot has no such dim, or
-        the pattern does not cut it.
+      ValueError: a size is below 1, the dtype is unknown, cut or operand is none, the operand has no such
+        dim, or the pattern does not cut it, or gathers no operand.
       TypeError: a size is no whole number.
     """
     m, k, n = (whole(size, name) for size, name in zip((m, k, n), "MKN", strict=True))
@@ -253,7 +254,10 @@ def chain_of(
         raise ValueError(f"{pattern} scatters a dim of the dot's result, m or n, not k")
     side = {"m": "lhs", "n": "rhs", "k": operand or "lhs"}[cut]
     if operand is not None and operand != side:
-        raise ValueError(f"{cut} is no dim of the {operand}")
+        dims = {"lhs": "m or k", "rhs": "k or n"}[operand]
+        raise ValueError(f"the {operand}'s dims are {dims}, and {cut} is cut: cut one of those")
+    if operand is not None and not gathers:
+        raise ValueError(f"{pattern} gathers no operand: leave operand {operand!r} out")
     free: Dim | None
     if gathers:
         elements = m * k if side == "lhs" else k * n

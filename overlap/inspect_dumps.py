@@ -94,7 +94,7 @@ def read(path: Path) -> Dump:
     try:
         if b"\0" in data[:4096]:
             raise UnicodeError("a null character")
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except UnicodeError as error:
         what = "a protocol buffer" if _is_proto(path) else "binary"
         raise DumpError(f"{path}: this is {what}, not text. {_AS_TEXT}") from error

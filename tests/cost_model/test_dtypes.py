@@ -38,8 +38,18 @@ def test_bfloat16_is_a_float() -> None:
     ],
 )
 def test_what_is_not_a_dtype_name_is_refused(dtype: str) -> None:
-    with pytest.raises(ValueError, match=r"unknown dtype .*; known: .*bfloat16, int1/2/4/8/16/32/64, "):
+    with pytest.raises(ValueError, match=r"unknown dtype .*[;?] known: .*bfloat16, int1/2/4/8/16/32/64, "):
         dtype_bytes(dtype)
+
+
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [("bf16", "bfloat16"), ("f32", "float32"), ("fp8", "float8"), ("s8", "int8"), ("bf32", "")],
+)
+def test_what_others_write_shorter_is_guessed(short: str, long: str) -> None:
+    meant = f", did you mean '{long}'?" if long else ";"
+    with pytest.raises(ValueError, match=re.escape(f"unknown dtype {short!r}{meant} known: ")):
+        dtype_bytes(short)
 
 
 @pytest.mark.parametrize("dtype", [None, 16, float])

@@ -304,8 +304,10 @@ class TestForms:
     def test_a_chain_that_cannot_be_is_refused(self) -> None:
         with pytest.raises(ValueError, match="not k"):
             chain_of("dot_reduce_scatter", 8, 8, 8, cut="k")
-        with pytest.raises(ValueError, match="no dim of the rhs"):
+        with pytest.raises(ValueError, match="the rhs's dims are k or n, and m is cut"):
             chain_of("all_gather_dot", 8, 8, 8, cut="m", operand="rhs")
+        with pytest.raises(ValueError, match="dot_psum gathers no operand: leave operand 'lhs' out"):
+            chain_of("dot_psum", 8, 8, 8, operand="lhs")
         with pytest.raises(ValueError, match="at least 1"):
             chain_of("all_gather_dot", 0, 8, 8)
         for size in (float("nan"), 8.0, "8"):

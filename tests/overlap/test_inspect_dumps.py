@@ -166,6 +166,12 @@ class TestRead:
         compressed.write_bytes(gzip.compress(path.read_bytes()))
         assert read(compressed).module == read(path).module
 
+    def test_a_dump_that_an_editor_marked_as_utf_8(self, tmp_path: Path, dump: Path) -> None:
+        (path,) = (path for path in find(dump) if "gather" in path.name)
+        marked = tmp_path / path.name
+        marked.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+        assert read(marked).module == read(path).module
+
     def test_what_cannot_be_opened(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse(path: Path) -> bytes:
             raise PermissionError(13, "Permission denied", str(path))

@@ -243,7 +243,8 @@ class TestTheCommand:
                 "N must be below 2**63",
             ),
             ((*ON_16, "--dtype", "float99"), "unknown dtype 'float99'; known: bool, float4"),
-            ((*ON_16, "--operand", "rhs"), "no dim of the rhs"),
+            ((*ON_16, "--operand", "rhs"), "the rhs's dims are k or n, and m is cut"),
+            ((*ON_16, "--dtype", "bf16"), "unknown dtype 'bf16', did you mean 'bfloat16'? known: bool, "),
             (
                 (
                     *("plan", "--pattern", "dot_psum", "--shape", "64,64,64", "--cut", "k"),
