@@ -8,6 +8,8 @@ from overlap.report import Report
 from passes import Site
 
 if TYPE_CHECKING:
+    from overlap import hlo as hlo
+    from overlap import tpu_target as tpu_target
     from overlap.ab_profiling import ab_profile
     from overlap.ab_report import ABReport
     from overlap.calibration import calibrate
@@ -32,15 +34,18 @@ _TOOLS = {
     "Inspection": "inspection",
     "ab_profile": "ab_profiling",
     "calibrate": "calibration",
+    "hlo": "hlo",
     "inspect": "inspection",
+    "tpu_target": "tpu_target",
 }
-"""What a decorated function does without, and the module of each: imported when first asked for."""
+"""What a decorated function does without, and the module that it is in, or is: imported when asked for."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _TOOLS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_TOOLS[name]}"), name)
+    module = importlib.import_module(f"{__name__}.{_TOOLS[name]}")
+    return getattr(module, name, module)
 
 
 def __dir__() -> list[str]:

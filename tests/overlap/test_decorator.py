@@ -337,7 +337,7 @@ def test_importing_the_decorator_leaves_the_tools_out() -> None:
 import sys, overlap
 print([module for module in sys.modules if module.startswith("overlap.hlo")])
 assert set(overlap.__all__) <= set(dir(overlap))
-overlap.inspect
+overlap.inspect, overlap.hlo.simulate, overlap.tpu_target.ENVIRONMENT
 print([module for module in sys.modules if module.startswith("overlap.hlo")])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
