@@ -48,7 +48,8 @@ class BreakEven:
     Attributes:
       variable: "tokens", the rows (of M) that each device contributes or keeps, all where M is not cut;
         "axis_size", devices on the axis, with the whole dot's sizes as they are, but M rounded up to a
-        multiple of them; "bandwidth", bytes per second of the axis's links, one way.
+        multiple of them; "bandwidth", bytes per second of the axis's links, one way; of an axis over several
+        hosts or slices also of the network between them, in proportion.
       here: the value as given.
       points: (value, the best form's price), in ascending order; it pays as `plain_chain.pays` has it.
       crossings: where that changes.
@@ -83,7 +84,7 @@ def break_evens(
       m: the rows M as given.
       among: the forms of rings to consider; all if None.
       resize: whether to look at other axis sizes too, over which the dot can be cut evenly: each an axis of
-        its own, without a topology.
+        which only the size is known (`Axis.of_size`).
 
     Raises:
       ValueError: M is below 1, or as `explain`.
@@ -204,7 +205,7 @@ def _multiple(m: int, size: int) -> int:
 
 
 def _faster(axis: Axis, factor: float) -> Axis:
-    """The axis with links of so many times the bandwidth."""
+    """The axis with links, and a network, of so many times the bandwidth."""
     hardware = dataclasses.replace(
         axis.hardware,
         link_bytes_per_s=factor * axis.hardware.link_bytes_per_s,

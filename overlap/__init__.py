@@ -33,9 +33,12 @@ _TOOLS = {
     "ABReport": "ab_report",
     "Inspection": "inspection",
     "ab_profile": "ab_profiling",
+    "ab_report": "ab_report",
     "calibrate": "calibration",
+    "calibration": "calibration",
     "hlo": "hlo",
     "inspect": "inspection",
+    "inspection": "inspection",
     "tpu_target": "tpu_target",
 }
 """What a decorated function does without, and the module that it is in, or is: imported when asked for."""

@@ -15,7 +15,7 @@ from jax.extend import core as jex_core
 import passes
 from cost_model import Hardware, OtherDevicesError
 from overlap.failure import of_policy, report_request
-from overlap.warning import warn
+from overlap.warning import OverlapWarning, warn
 from passes import Policy, TryOut, shims
 
 logger = logging.getLogger("overlap")
@@ -98,9 +98,9 @@ class Rewriter:
         """What follows a failure of the pass: strict functions raise it, others warn and run the original.
 
         What is the user's to mend is always raised: an error of the policy, a calibration of other devices, a
-        warning that they made an error.
+        warning of ours that they made an error.
         """
-        if self._strict or of_policy(error) or isinstance(error, OtherDevicesError | Warning):
+        if self._strict or of_policy(error) or isinstance(error, OtherDevicesError | OverlapWarning):
             raise error
         if not self._warned:
             warn(report_request(self.name, error))

@@ -98,6 +98,8 @@ def source_line(eqn: JaxprEqn) -> str:
 
 def is_users(file_name: str) -> bool:
     """Whether a file is none of this library, of jax or of Python."""
+    if file_name.startswith("<frozen "):
+        return False
     path = os.path.abspath(file_name)
     standard = path.startswith(_STANDARD) and not path.startswith(_INSTALLED)
     return not standard and not path.startswith(_SKIPPED)

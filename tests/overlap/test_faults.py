@@ -31,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 import cost_model
 import passes
 from overlap import overlap_collectives
+from overlap.warning import OverlapWarning
 from passes import RewriteError, shims
 from tests.overlap.mlp import SPECS, always, check, hops, mesh_of, mlp, reference
 
@@ -254,6 +255,20 @@ def test_a_warning_that_the_user_made_an_error_is_no_fault() -> None:
         for _ in range(2):
             with pytest.raises(RuntimeWarning, match=r"^policy='verify' compiles for the mesh's devices"):
                 decorated(*REF.arguments)
+
+
+def test_another_s_warning_that_is_an_error_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    def deprecated(*plans: Any) -> Any:
+        warnings.warn("jax.foo is deprecated", DeprecationWarning, stacklevel=1)
+
+    monkeypatch.setattr(passes, "rewritten", deprecated)
+    decorated = always(jax.jit(mlp()), strict=False)
+    with (
+        pytest.warns(OverlapWarning, match="could not rewrite mlp.* DeprecationWarning: jax.foo is"),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error", DeprecationWarning)
+        check(decorated(*REF.arguments), REF.value())
 
 
 def test_debug_nans_names_the_users_line() -> None:

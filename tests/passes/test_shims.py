@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sysconfig
 import tomllib
@@ -80,3 +81,9 @@ def test_what_may_be_installed_is_what_is_taken() -> None:
     asked = [*project["dependencies"], *project["optional-dependencies"]["tpu"]]
     oldest = [found[1] for each in asked if (found := re.match(r"jax(?:\[tpu\])?>=([\d.]+)", each))]
     assert oldest == [".".join(map(str, shims.OLDEST_JAX))] * 2
+
+
+@pytest.mark.parametrize("name", [shims.__file__, jax.__file__, os.__file__, "<frozen runpy>"])
+def test_what_is_no_line_of_the_users(name: str) -> None:
+    assert not shims.is_users(name)
+    assert shims.is_users(__file__) and shims.is_users("<stdin>")
