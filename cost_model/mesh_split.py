@@ -359,10 +359,7 @@ def _laid(dims: Dims, hardware: Hardware, within: Dims = ()) -> tuple[Topology, 
     open_ends = tuple(
         chips < whole_dim[0] for (chips, *_), whole_dim in zip(dims, within or dims, strict=True) if chips
     )
-    if hardware.network == "switch":
-        topology = Topology.logical(shape, hardware)
-    else:
-        topology = _torus(shape, hardware, cores, open_ends or (False,))
+    topology = _topology(shape, hardware, cores, open_ends or (False,))
     groups: dict[Parts, list[tuple[Parts, int]]] = {}
     for device, at in enumerate(itertools.product(*map(range, lengths))):
         place = tuple(i // stride % part for i, (_, _, part, stride) in zip(at, dims, strict=True))
@@ -372,8 +369,12 @@ def _laid(dims: Dims, hardware: Hardware, within: Dims = ()) -> tuple[Topology, 
 
 
 @functools.lru_cache(maxsize=64)
-def _torus(shape: tuple[int, ...], hardware: Hardware, cores: int, open_ends: tuple[bool, ...]) -> Topology:
-    """The chips of some of the dimensions, one and the same for all axes there."""
+def _topology(
+    shape: tuple[int, ...], hardware: Hardware, cores: int, open_ends: tuple[bool, ...]
+) -> Topology:
+    """The chips of some of the dimensions, one and the same for all axes there; or hosts of GPUs."""
+    if hardware.network == "switch":
+        return Topology.logical(shape, hardware)
     wraparound = [
         not ends and hardware.has_wraparound(length) for length, ends in zip(shape, open_ends, strict=True)
     ]

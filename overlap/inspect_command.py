@@ -124,7 +124,7 @@ def _timeline(module: Module, hardware: Hardware | None, chips: tuple[int, ...] 
     from overlap.hlo.simulate import simulate
 
     if chips is None or hardware is None:
-        return _told(module, simulate(module, hardware), hardware)
+        return simulate(module, hardware)
     mesh = mesh_shape(module)
     count = module.num_partitions * module.num_replicas
     timeline = simulate(module, hardware, tpu_slice.devices(hardware, chips, count, mesh))
@@ -132,8 +132,7 @@ def _timeline(module: Module, hardware: Hardware | None, chips: tuple[int, ...] 
         f"The replica groups and permutes show a mesh of {'×'.join(map(str, mesh))} devices, which is "
         "taken to lie on the slice as jax.make_mesh lays it."
     )
-    timeline = dataclasses.replace(timeline, assumptions=(*timeline.assumptions, laid))
-    return _told(module, timeline, hardware)
+    return dataclasses.replace(timeline, assumptions=(*timeline.assumptions, laid))
 
 
 def _told(module: Module, timeline: Timeline, hardware: Hardware | None) -> Timeline:
@@ -150,7 +149,7 @@ def _told(module: Module, timeline: Timeline, hardware: Hardware | None) -> Time
     found = (
         "Nothing in the text is of a TPU's or a GPU's compiler: if it is XLA:CPU's"
         if kind == "cpu"
-        else (f"The text is of a {kind}'s compiler")
+        else f"The text is of a {kind}'s compiler"
     )
     said = f"{found}, so is the schedule, at the rates of {hardware.name}."
     return dataclasses.replace(timeline, assumptions=(said, *timeline.assumptions))
@@ -164,7 +163,8 @@ def _inspection(
     programs = []
     for label, dump in zip(labels, dumps, strict=True):
         try:
-            programs.append((label, _timeline(dump.module, hardware, chips)))
+            timeline = _timeline(dump.module, hardware, chips)
+            programs.append((label, _told(dump.module, timeline, hardware)))
         except ValueError as error:
             # What is an argument to Python is an option here.
             said = str(error).replace("give hardware=", "give --hardware")

@@ -13,13 +13,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import heapq
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+import operator
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from typing import Final
 
 from passes.block_eval import cut_once
 from passes.blocks import is_fusible
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
-from passes.graph import Dataflow, Operand
+from passes.graph import Dataflow
 
 MOST_ROOTS: Final = 16
 """Of so many values at most is one made again: each of them is kept for it. What a residual stream has become
@@ -68,18 +69,20 @@ def made_again(
     members = {op for chain in chains for op in chain.members}
     again = functools.cache(lambda op: op not in members and _makes_again(flow, op))
     every = sorted({*rings, *(c.collective.op for c in kept if not isinstance(c, AllGatherDot))})
-    needs = flow.needs(every)
-    followed = _followed_by(flow, every)
+    needs, needed_by = flow.needs(every), _needed_by(flow, every)
     read_whole = read_by_rings(flow, chains) | {value for value, ring in later.items() if ring}
     of_sum: dict[int, list[int]] = {}
-    for value, sum_op in _first_needing(flow, every).items():
+    for value, needing in needed_by.items():
         if value in read_whole:
-            of_sum.setdefault(sum_op, []).append(value)
+            first = (needing & -needing).bit_length() - 1
+            of_sum.setdefault(every[first], []).append(value)
     makers: dict[int, int] = {}
     roots: set[int] = set()
     readers: set[int] = set()
     for sum_op in every:
-        following = followed.get(sum_op, 0)
+        following = functools.reduce(
+            operator.or_, (needed_by.get(value, 0) for value in flow.ops[sum_op].outputs), 0
+        )
         late = functools.partial(_needs, needs, following)
         cut = cut_once(flow, _dots(rings[sum_op])) if sum_op in rings else ()
         if following:
@@ -87,9 +90,10 @@ def made_again(
         else:
             together = [] if any(later.get(value, True) for value in cut) else [tuple(cut)]
         for values in together:
-            found, of = _made_of(flow, [value for value in values if value not in makers], again)
-            if not found:
+            made = _made_of(flow, [v for v in values if v not in makers], again, most=MOST_ROOTS)
+            if made is None or not made[0]:
                 continue
+            found, of = made
             _with_others(flow, found, of, again, late)
             reads = {
                 (value, user)
@@ -119,38 +123,18 @@ def _dots(chain: DotReduceScatter | DotPsum) -> tuple[BlockOp, ...]:
     return chain.scatter.dots if isinstance(chain, DotPsum) else chain.dots
 
 
-def _first_needing(flow: Dataflow, ops: Iterable[int]) -> Mapping[int, int]:
-    """For each value the first of some operations that needs it, if one does."""
-    wanted = frozenset(ops)
+def _needed_by(flow: Dataflow, ops: Sequence[int]) -> Mapping[int, int]:
+    """Which of some operations need each value, where one does: bit n for the n-th."""
+    wanted = {op: 1 << number for number, op in enumerate(ops)}
     found: dict[int, int] = {}
     for index in reversed(tuple(flow.live)):
-        op = flow.ops[index]
-        needing = {found[value] for value in op.outputs if value in found}
-        if index in wanted:
-            needing.add(index)
-        if needing:
-            first = min(needing)
-            for operand in op.inputs:
-                if isinstance(operand, int):
-                    found[operand] = min(first, found.get(operand, first))
-    return found
-
-
-def _followed_by(flow: Dataflow, ops: Sequence[int]) -> Mapping[int, int]:
-    """Which of some operations need a result of each, where one does: bit n for the n-th."""
-    needs = {op: 1 << number for number, op in enumerate(ops)}
-    found: dict[int, int] = {}
-    asked: dict[int, int] = {}
-    for index in reversed(tuple(flow.live)):
-        op, needing = flow.ops[index], 0
+        op, needing = flow.ops[index], wanted.get(index, 0)
         for value in op.outputs:
-            needing |= asked.get(value, 0)
-        if index in needs and needing:
-            found[index] = needing
-        if needing := needing | needs.get(index, 0):
+            needing |= found.get(value, 0)
+        if needing:
             for operand in op.inputs:
                 if isinstance(operand, int):
-                    asked[operand] = asked.get(operand, 0) | needing
+                    found[operand] = found.get(operand, 0) | needing
     return found
 
 
@@ -159,21 +143,33 @@ def _needs(needs: Mapping[int, int], wanted: int, index: int) -> bool:
 
 
 def _made_of(
-    flow: Dataflow, values: Iterable[int], again: Callable[[int], bool]
-) -> tuple[dict[int, int], set[int]]:
-    """What can be made again of these values and what they are made of, with its maker; and of what."""
+    flow: Dataflow,
+    values: Iterable[int],
+    again: Callable[[int], bool],
+    *known: Container[int],
+    most: int = 0,
+) -> tuple[dict[int, int], set[int]] | None:
+    """What can be made again of these values and what they are made of, with its maker; and of what.
+
+    Args:
+      flow: the graph.
+      values: those.
+      again: whether an operation may be made again.
+      known: values that need not be made.
+      most: of so many others at most; None if they are made of more.
+    """
     found: dict[int, int] = {}
     of: set[int] = set()
     waiting = list(values)
     while waiting:
         value = waiting.pop()
         maker = flow.producer.get(value)
-        if value in found or maker is None:
+        if maker is None or value in found or value in of or any(value in each for each in known):
             continue
         if not again(maker):
             of.add(value)
-            if len(of) > MOST_ROOTS:
-                return {}, set()
+            if len(of) > most:
+                return None
             continue
         found[value] = maker
         waiting.extend(operand for operand in flow.ops[maker].inputs if isinstance(operand, int))
@@ -197,37 +193,13 @@ def _with_others(
         op = flow.ops[index]
         if op.outputs[0] in found:
             continue
-        others = _made_of_these(flow, op.inputs, found, of, again)
+        others = _made_of(flow, [o for o in op.inputs if isinstance(o, int)], again, found, of)
         if others is not None:
-            found.update(others)
+            found.update(others[0])
             found.update(dict.fromkeys(op.outputs, index))
             for value in op.outputs:
                 for user in flow.users[value]:
                     heapq.heappush(waiting, user)
-
-
-def _made_of_these(
-    flow: Dataflow,
-    operands: Iterable[Operand],
-    found: Mapping[int, int],
-    of: Set[int],
-    again: Callable[[int], bool],
-) -> dict[int, int] | None:
-    """What is to be made for operands of these roots, and of arguments; None if they need more."""
-    made: dict[int, int] = {}
-    waiting = list(operands)
-    while waiting:
-        value = waiting.pop()
-        if not isinstance(value, int) or value in found or value in of or value in made:
-            continue
-        maker = flow.producer.get(value)
-        if maker is None:
-            continue
-        if not again(maker):
-            return None
-        made[value] = maker
-        waiting.extend(flow.ops[maker].inputs)
-    return made
 
 
 def _makes_again(flow: Dataflow, index: int) -> bool:
