@@ -3,7 +3,6 @@
 # mypy: allow-untyped-calls
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import jax
 import pytest
 
 from bench import overhead
+from tests.calls import calls_in
 
 
 def test_a_quick_run_writes_figures_and_versions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,20 +52,8 @@ def test_rewriting_calls_few_functions_beside_those_of_tracing(
     program: Callable[[], tuple[Any, Any]], most: float
 ) -> None:
     def calls(policy: str | None) -> int:
-        found = 0
-
-        def count(frame: object, event: str, argument: object) -> None:
-            nonlocal found
-            found += event == "call"
-
         function, arguments = program()
-        before = sys.getprofile()
-        sys.setprofile(count)
-        try:
-            overhead.trace_s(function, arguments, policy)
-        finally:
-            sys.setprofile(before)
-        return found
+        return calls_in(lambda: overhead.trace_s(function, arguments, policy))
 
     calls("always")  # what is made once in a process
     assert calls("always") <= most * calls(None)

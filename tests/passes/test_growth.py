@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
@@ -18,6 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from overlap import overlap_collectives
+from tests.calls import calls_in
 from tests.passes import spmd
 
 P = PartitionSpec
@@ -80,20 +79,8 @@ def calls(body: Callable[..., Any], n: int) -> int:
     shapes = [jax.ShapeDtypeStruct((4096, 1024), jnp.bfloat16)]
     shapes += [jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)] * weights
     decorated = overlap_collectives(function, hardware="tpu_v5p", strict=True)
-    found = 0
-
-    def count(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal found
-        # What dataclasses generate has no file.
-        found += event == "call" and frame.f_code.co_filename.startswith((*OURS, "<string>"))
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        decorated.trace(*shapes)
-    finally:
-        sys.setprofile(before)
-    return found
+    # What dataclasses generate has no file.
+    return calls_in(lambda: decorated.trace(*shapes), (*OURS, "<string>"))
 
 
 @pytest.mark.parametrize(
