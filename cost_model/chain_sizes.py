@@ -12,6 +12,7 @@ from cost_model.dtypes import dtype_bytes
 from cost_model.form import AnyForm, Form
 from cost_model.matmul import Matmul
 from cost_model.offloaded import InTurn, offloaded_estimate
+from cost_model.on_chip import Side
 from cost_model.pipeline import gather_after, pipeline_estimate
 from cost_model.ring import Estimate, estimate
 from cost_model.ring_copies import between_tiles_bytes
@@ -32,6 +33,7 @@ class GatherSizes:
       sent_bytes: of the whole array as rings send it.
       gathered_bytes: of it as the collective moves it.
       accumulator: dtype in which results of dots add up, where they do.
+      sides: see `RingWork`.
       hands_out_gathered: whether the gathered array is also needed whole.
       starts_implied, before: see `RingWork`.
     """
@@ -40,6 +42,7 @@ class GatherSizes:
     sent_bytes: float
     gathered_bytes: float
     accumulator: str
+    sides: tuple[Side | None, ...] = ()
     hands_out_gathered: bool = False
     starts_implied: bool = False
     before: Before = NOTHING_BEFORE
@@ -59,6 +62,7 @@ class GatherSizes:
             collective_shard_bytes=self.gathered_bytes / axis.size,
             matmuls=self.dots(WHOLE, WHOLE),
             piece=self.dots((1 + form.halfway) * share, Fraction(1, form.columns * strips)),
+            sides=self.sides,
             directions=form.directions,
             rings=form.rings,
             walks=form.walks,
@@ -105,8 +109,7 @@ class ScatterSizes:
       right_apart_bytes: those of a psum's right operands. TPU compilers were seen to read them where they are
         (57 compiled psums), if no chunks share them; reduce_scatters were not looked at.
       rows: the operands whose blocks are rows.
-      sums_whole: see `RingWork`.
-      before: see `RingWork`.
+      sides, sums_whole, before: see `RingWork`.
     """
 
     dots: Dots
@@ -116,6 +119,7 @@ class ScatterSizes:
     apart_bytes: float
     right_apart_bytes: float = 0.0
     rows: tuple[CutRows, ...] = ()
+    sides: tuple[Side | None, ...] = ()
     sums_whole: bool = False
     before: Before = NOTHING_BEFORE
 
@@ -155,6 +159,7 @@ class ScatterSizes:
             collective_shard_bytes=self.moved_bytes / axis.size,
             matmuls=self.dots(WHOLE, WHOLE),
             piece=self.dots(Fraction(1, axis.size * cuts), Fraction(1, strips)),
+            sides=self.sides,
             directions=form.directions,
             rings=form.rings,
             walks=form.walks,

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from cost_model.hardware import Hardware
 from cost_model.ring import Estimate
 
-Pattern = Literal["gather", "scatter", "psum"]
-
 
 def in_turn_estimate(
-    pattern: Pattern,
     *,
+    gathers: bool,
     dot_s: float,
     collective_s: float,
     own_s: float,
@@ -35,7 +32,7 @@ def in_turn_estimate(
     adds up.
 
     Args:
-      pattern: which.
+      gathers: whether the pieces are a gather's; else a scatter's, or a psum's.
       dot_s: the original dots.
       collective_s: the original collective.
       own_s: the dots of what does not travel; 0 of a psum.
@@ -60,7 +57,7 @@ def in_turn_estimate(
     wire_s, last_s = before_s, 0.0
     if not hardware.overlaps:
         busy_s = before_s + own_s + sum(pieces_s) + sum(hops_s) + sum(placing_s)
-    elif pattern == "gather":
+    elif gathers:
         busy_s = before_s + own_s
         for piece_s, hop_s, place_s in zip(pieces_s, hops_s, placing_s, strict=True):
             wire_s += hop_s

@@ -17,6 +17,7 @@ from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.layer import AxisName, Move, Pass
 from cost_model.matmul import matmul_s
+from cost_model.on_chip import Side
 from cost_model.plain_chain import PlainChain, PlainDot, best, pays
 from cost_model.ring import Estimate
 
@@ -127,9 +128,14 @@ def pass_time(
 def _chain(of: Pass, move: Move, dtype: str) -> PlainChain | None:
     if move.pattern == "all_reduce":
         return None
+    # A contracting dim of a weight is gathered with that; else what is gathered are activations, the lhs.
+    operand: Side = "rhs" if move.free == "n" else "lhs"
     return PlainChain(
         pattern=move.pattern,
-        dots=tuple(PlainDot(of.dots[name], cut, move.apart) for name, cut in move.dots),
+        dots=tuple(
+            PlainDot(of.dots[name], cut, move.apart, operand if cut == "k" else None)
+            for name, cut in move.dots
+        ),
         elements=move.elements,
         dtype=dtype,
         free=move.free,

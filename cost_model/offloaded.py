@@ -165,7 +165,7 @@ def offloaded_estimate(work: InTurn, as_written: Estimate, axis: Axis) -> Estima
         return copies.cut_s + _in_place(work, hardware) * wholes_s(work.piece, hardware, before_s, sent)
 
     priced = in_turn_estimate(
-        "gather" if gathers else "psum",
+        gathers=gathers,
         dot_s=as_written.dot_s,
         collective_s=as_written.collective_s,
         own_s=0.0,

@@ -9,10 +9,10 @@ from typing import Final
 from cost_model.axis import Axis
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
-from cost_model.on_chip import Side, side_bytes
+from cost_model.on_chip import side_bytes
 from cost_model.ring import SHARDS_HELD, Estimate, estimate
 from cost_model.ring_on_chip import late_s
-from cost_model.ring_work import Blocks, RingWork, begins_at_tiles, cut_side
+from cost_model.ring_work import Blocks, RingWork, begins_at_tiles, cut_side, strip_side
 from cost_model.tile import LANES
 
 PLACING: Final = {False: 1.0, True: 0.5}
@@ -172,14 +172,15 @@ def _strips(work: RingWork, axis: Axis) -> tuple[Matmul, ...]:
     times as long as if they were on chip).
     """
 
-    def part(piece: Matmul, whole: Matmul) -> Matmul:
-        dim = "m" if cut_side(work, axis.size, piece, whole) == "rhs" else "n"
+    def part(number: int, piece: Matmul, whole: Matmul) -> Matmul:
+        side = strip_side(work, axis.size, number)
+        dim = "m" if side == "lhs" else "n"
         size = getattr(piece, dim)
-        fits = side_bytes(whole, "lhs" if dim == "m" else "rhs") <= axis.hardware.on_chip_bytes
+        fits = side_bytes(whole, side) <= axis.hardware.on_chip_bytes
         fetched = fits and size % LANES == 0 and axis.hardware.cuts_on_chip
         return dataclasses.replace(whole, **{dim: size}) if fetched else whole
 
-    return tuple(part(piece, whole) for piece, whole in work.pairs)
+    return tuple(part(number, *pair) for number, pair in enumerate(work.pairs))
 
 
 def _late_s(chunk: RingWork, work: RingWork, axis: Axis) -> float:
@@ -189,11 +190,11 @@ def _late_s(chunk: RingWork, work: RingWork, axis: Axis) -> float:
     """
     dots = axis.size * work.dots
     total_s = 0.0
-    for piece, strip, whole in zip(chunk.piece, chunk.matmuls, work.matmuls, strict=True):
+    for number, (strip, whole) in enumerate(zip(chunk.matmuls, work.matmuls, strict=True)):
         if strip != whole:
-            side: Side = "rhs" if cut_side(work, axis.size, piece, whole) == "lhs" else "lhs"
+            side = strip_side(work, axis.size, number)
             total_s += late_s(
-                piece,
+                chunk.piece[number],
                 side,
                 side_bytes(whole, side),
                 dots,
@@ -218,10 +219,8 @@ def _buffers_bytes(work: RingWork, axis: Axis, *, across: bool) -> float:
     shards_bytes = 2 * min(axis.size - 1, SHARDS_HELD) * work.shard_bytes / work.columns
     if work.cut == "dot" or not across:
         return shards_bytes
-    blocks = axis.size * work.pieces
     return shards_bytes + sum(
-        whole.lhs_bytes if round(whole.m / piece.m) == blocks else whole.rhs_bytes
-        for piece, whole in work.pairs
+        side_bytes(whole, cut_side(work, axis.size, number)) for number, whole in enumerate(work.matmuls)
     )
 
 

@@ -20,6 +20,7 @@ from cost_model.forms import forms as forms_of
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
 from cost_model.offloaded import sums_whole
+from cost_model.on_chip import Side
 from cost_model.ring import Estimate
 from cost_model.ring_work import RingWork
 from cost_model.tile import tile_rows
@@ -48,11 +49,18 @@ class PlainDot:
       cut: the dim of it that is gathered or scattered: one block of it is one ring step's.
       apart: whether the blocks of a scatter's operand do not lie together in memory, so that each is copied
         before its dot; None: as in `[m, k] · [k, n]`, where those of n do not.
+      operand: which operand is gathered, where the cut dim is of both; None: as far as the sizes tell.
     """
 
     matmul: Matmul
     cut: Dim
     apart: bool | None = None
+    operand: Side | None = None
+
+    @property
+    def side(self) -> Side | None:
+        """The operand with the cut dim; of both the one that is gathered."""
+        return "lhs" if self.cut == "m" else "rhs" if self.cut == "n" else self.operand
 
     @property
     def copied_bytes(self) -> float:
@@ -140,11 +148,10 @@ class PlainChain:
             return self.dots
         found = []
         for dot in self.dots:
-            dim = dot.cut if dot.cut in ("m", "n") else self.free
             rounded = dataclasses.replace(
                 dot.matmul,
-                lhs_dtype="bfloat16" if dim == "m" else None,
-                rhs_dtype="bfloat16" if dim == "n" else None,
+                lhs_dtype="bfloat16" if dot.side == "lhs" else None,
+                rhs_dtype="bfloat16" if dot.side == "rhs" else None,
             )
             found.append(dataclasses.replace(dot, matmul=rounded))
         return tuple(found)
@@ -184,6 +191,7 @@ class PlainChain:
             across = None if self.free is None or strip == 1 else (self.free, strip)
             return tuple(dot.piece(share, across) for dot in multiplied)
 
+        sides = tuple(dot.side for dot in self.dots)
         if self.gathers:
             summed = [_accumulator(dot.matmul.result_dtype) for dot in self.dots if dot.cut == "k"]
             return GatherSizes(
@@ -191,6 +199,7 @@ class PlainChain:
                 sent_bytes=self.wire_bytes(axis),
                 gathered_bytes=gathered_bytes(self, axis),
                 accumulator=max(summed, key=dtype_bytes, default="float32"),
+                sides=sides,
                 hands_out_gathered=self.handed_out,
                 starts_implied=self.starts_implied and axis.hardware.network == "torus",
             )
@@ -205,6 +214,7 @@ class PlainChain:
                 dot.copied_bytes for dot in self.dots if dot.cut == "n" and self.pattern == "dot_psum"
             ),
             rows=tuple(CutRows(of.lhs_bytes, of.m, dtype_bytes(of.dtype)) for of in rows),
+            sides=sides,
             sums_whole=self.pattern == "dot_reduce_scatter" and sums_whole(self.dtype, axis),
         )
 
@@ -252,7 +262,7 @@ def chain_of(
     gathers = pattern in ("all_gather_dot", "all_to_all_dot")
     if cut == "k" and pattern in ("dot_reduce_scatter", "dot_psum", "dot_all_to_all"):
         raise ValueError(f"{pattern} scatters a dim of the dot's result, m or n, not k")
-    side = {"m": "lhs", "n": "rhs", "k": operand or "lhs"}[cut]
+    side: Side = "lhs" if cut == "m" else "rhs" if cut == "n" else operand or "lhs"
     if operand is not None and operand != side:
         dims = {"lhs": "m or k", "rhs": "k or n"}[operand]
         raise ValueError(f"the {operand}'s dims are {dims}, and {cut} is cut: cut one of those")
@@ -270,7 +280,7 @@ def chain_of(
     matmul = Matmul(m=m, k=k, n=n, dtype=dtype)
     return PlainChain(
         pattern=pattern,
-        dots=(PlainDot(matmul, cut),),
+        dots=(PlainDot(matmul, cut, operand=side if cut == "k" else None),),
         elements=elements,
         dtype=dtype,
         free=free,

@@ -19,10 +19,10 @@ from cost_model.axis import Axis
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
-from cost_model.on_chip import Side, Whole, side_bytes, wholes
+from cost_model.on_chip import Whole, side_bytes, wholes
 from cost_model.ring_copies import adding_s, copies_s, cutting_s, entering_s
 from cost_model.ring_on_chip import OnChip, late_s, on_chip, sum_near, sums_stay
-from cost_model.ring_work import RingWork, blocks_of, cut_side, few_rows_between_tiles, sent_side
+from cost_model.ring_work import RingWork, blocks_of, cut_side, few_rows_between_tiles, sent_side, strip_side
 from cost_model.tile import LANES, placed_slowness
 
 FORESEEN: Final = 1 / 4
@@ -247,7 +247,7 @@ def _beside_s(work: RingWork, dots_s: float, wire_s: float) -> float:
     beside_s = dots_s
     if work.starts_implied:
         one_s = dots_s / (work.dots * len(work.piece))
-        beside_s = min(dots_s, max(1, math.ceil(FORESEEN * wire_s / one_s)) * one_s)
+        beside_s = min(dots_s, math.ceil(FORESEEN * wire_s / one_s) * one_s)
     return dots_s + max(0.0, wire_s - beside_s)
 
 
@@ -286,9 +286,9 @@ def _late_s(work: RingWork, placed: OnChip, axis: Axis) -> float:
     if work.collective != "reduce_scatter" or not any(placed.awaited_bytes):
         return 0.0
     dots, total_s = axis.size * work.dots, 0.0
-    for (piece, whole), near in zip(work.pairs, placed.near, strict=True):
+    for number, ((piece, whole), near) in enumerate(zip(work.pairs, placed.near, strict=True)):
         if piece.m < whole.m and piece.n < whole.n:
-            side: Side = "rhs" if cut_side(work, axis.size, piece, whole) == "lhs" else "lhs"
+            side = strip_side(work, axis.size, number)
             if near[side == "rhs"]:
                 held_bytes = side_bytes(whole, side)
                 total_s += late_s(piece, side, held_bytes, dots, axis.hardware, waited_bytes=held_bytes)
@@ -312,7 +312,7 @@ def dots_as_written(work: RingWork, axis: Axis, collective_s: float) -> tuple[Wh
     """
     hardware = axis.hardware
     if work.collective == "all_gather":
-        sent = sent_side(work, axis.size, *work.pairs[0]) if work.pairs else None
+        sent = sent_side(work, axis.size, 0) if work.pairs else None
         return wholes(work.matmuls, hardware, collective_s, sent)
     dots = wholes(work.matmuls, hardware, 0.0)
     summing_s = (0.0, *(_summing_s(matmul, hardware) for matmul in work.matmuls[1:]))
@@ -339,11 +339,11 @@ def _buffers_bytes(work: RingWork, placed: OnChip, axis_size: int, hardware: Har
     columns need them, else that of the next step beside that of this one.
     """
     sums_bytes = cut_bytes = 0.0
-    for piece, whole in work.pairs:
+    for number, (piece, whole) in enumerate(work.pairs):
         if work.collective == "all_gather" and piece.k < whole.k:
             sums_bytes += whole.batch * whole.m * whole.n * dtype_bytes(work.accumulator)
         if work.cut != "dot":
-            cut_bytes += work.dots * side_bytes(piece, cut_side(work, axis_size, piece, whole))
+            cut_bytes += work.dots * side_bytes(piece, cut_side(work, axis_size, number))
     sums_bytes /= work.columns
     if sums_stay(work, sums_bytes / work.accumulators, placed.held_bytes, hardware):
         sums_bytes = 0.0

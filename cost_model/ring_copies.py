@@ -106,8 +106,8 @@ def copies_s(work: RingWork, axis_size: int, hardware: Hardware, *, cut_out: boo
         placed = [piece.result_bytes for piece, whole in work.pairs if piece.k == whole.k]
         copied_bytes += work.dots * sum(placed)
         copies += work.dots * len(placed)
-    for piece, whole in work.pairs if work.cut != "dot" else ():
-        side = cut_side(work, axis_size, piece, whole)
+    for number, (piece, whole) in enumerate(work.pairs if work.cut != "dot" else ()):
+        side = cut_side(work, axis_size, number)
         near = _from_chip(work, whole, side, hardware)
         if side is not None and (near or not cut_out):
             # All columns need the same blocks, and compilers cut them once.
@@ -150,8 +150,8 @@ def _joined_blocks_bytes(work: RingWork, axis_size: int, hardware: Hardware) -> 
     if hardware.network != "torus":
         return 0.0
     copied_bytes = 0.0
-    for piece, whole in work.pairs:
-        side = cut_side(work, axis_size, piece, whole)
+    for number, (piece, whole) in enumerate(work.pairs):
+        side = cut_side(work, axis_size, number)
         if side_bytes(whole, side) > hardware.on_chip_bytes:
             copied_bytes += JOINING_BLOCKS * side_bytes(piece, side) / work.columns
     return copied_bytes

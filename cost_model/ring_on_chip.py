@@ -68,7 +68,7 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     What is cut out for all columns of a gather, of an operand that does not fit, takes what room shards that
     arrive leave (v4, v5e, v6e: of 16 compiled rings 9 took 1.1 to 2 times as long as with sums that stay).
     """
-    shared = [_shared_side(work, axis_size, piece, whole, hardware) for piece, whole in work.pairs]
+    shared = [_shared_side(work, axis_size, number, hardware) for number in range(len(work.matmuls))]
     first_bytes = _cut_first_bytes(work, axis_size, shared, hardware)
     held_bytes = sum(first_bytes)
     for number, (whole, side) in enumerate(zip(work.matmuls, shared, strict=True)):
@@ -86,8 +86,9 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     read_often_bytes = little_bytes
     if len(work.matmuls) > 1 and hardware.network == "torus":
         read_often_bytes = READ_OFTEN[held_bytes > 0] * (hardware.on_chip_bytes - held_bytes)
-    for (piece, whole), side, kept in zip(work.pairs, shared, map(bool, first_bytes), strict=True):
-        sent = sent_side(work, axis_size, piece, whole) if work.collective == "all_gather" else None
+    placing = zip(work.pairs, shared, map(bool, first_bytes), strict=True)
+    for number, ((piece, whole), side, kept) in enumerate(placing):
+        sent = sent_side(work, axis_size, number) if work.collective == "all_gather" else None
         near = {
             operand: side == operand
             or side_bytes(piece, operand) <= (read_often_bytes if operand == sent else little_bytes)
@@ -98,7 +99,7 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
             arriving = sent if near[sent] else None
         if sent is not None and _comes_whole(work, hardware) and side_bytes(piece, sent) <= room_bytes:
             near[sent], arriving = True, None
-        cut = _read_by_blocks(work, axis_size, piece, whole)
+        cut = _read_by_blocks(work, axis_size, number)
         if cut is not None and hardware.network == "torus":
             apart = work.cut != "dot" and piece.batch == whole.batch
             needed_bytes = side_bytes(piece if apart else whole, cut)
@@ -192,14 +193,12 @@ def _comes_whole(work: RingWork, hardware: Hardware) -> bool:
     return one and hardware.fetches_shards and work.piece[0].k < work.matmuls[0].k
 
 
-def _shared_side(
-    work: RingWork, axis_size: int, piece: Matmul, whole: Matmul, hardware: Hardware
-) -> Side | None:
+def _shared_side(work: RingWork, axis_size: int, number: int, hardware: Hardware) -> Side | None:
     """Which operand all steps share, be it on TPU that each piece of a scatter takes its own part of it."""
-    shared = piece.stationary(whole)
+    shared = work.piece[number].stationary(work.matmuls[number])
     by_parts = hardware.network == "torus" and hardware.cuts_on_chip
     if shared is None and work.collective == "reduce_scatter" and by_parts:
-        cut = cut_side(work, axis_size, piece, whole)
+        cut = cut_side(work, axis_size, number)
         return None if cut is None else OTHER[cut]
     return shared
 
@@ -220,8 +219,8 @@ def _cut_first_bytes(
         return (0.0,) * len(work.matmuls)
     found: list[float] = []
     room_bytes = hardware.on_chip_bytes
-    for (piece, whole), side in zip(work.pairs, shared, strict=True):
-        cut_bytes = side_bytes(whole, _read_by_blocks(work, axis_size, piece, whole))
+    for number, ((piece, whole), side) in enumerate(zip(work.pairs, shared, strict=True)):
+        cut_bytes = side_bytes(whole, _read_by_blocks(work, axis_size, number))
         first = not found or work.collective == "all_gather"
         other_bytes = side_bytes(whole, side)
         strips = work.collective == "reduce_scatter" and piece.stationary(whole) is None
@@ -232,11 +231,11 @@ def _cut_first_bytes(
     return tuple(found)
 
 
-def _read_by_blocks(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul) -> Side | None:
+def _read_by_blocks(work: RingWork, axis_size: int, number: int) -> Side | None:
     """The operand whose blocks are read by step: also the other operand of a batch whose one is gathered."""
-    if piece.batch < whole.batch and work.collective == "all_gather":
-        return OTHER[sent_side(work, axis_size, piece, whole)]
-    return cut_side(work, axis_size, piece, whole)
+    if work.piece[number].batch < work.matmuls[number].batch and work.collective == "all_gather":
+        return OTHER[sent_side(work, axis_size, number)]
+    return cut_side(work, axis_size, number)
 
 
 def _grow(work: RingWork, held_bytes: float, hardware: Hardware) -> tuple[bool, ...]:

@@ -45,6 +45,8 @@ class RingWork:
       collective_shard_bytes: bytes per shard of the original collective, more when it moves a wider dtype.
       matmuls: the original dots, whole.
       piece: the dots of one piece of one step, in the order of `matmuls`.
+      sides: of each matmul the operand with the gathered or the scattered dim: what travels of a gather, and
+        what a scatter's dots take blocks of. None, or without any: as far as the sizes tell.
       directions: ways round that shards travel: 1, or 2 at once.
       rings: rings with links of their own.
       walks: whether they are the axis's walks, in place of rings along its orders.
@@ -78,6 +80,7 @@ class RingWork:
     collective_shard_bytes: float
     matmuls: tuple[Matmul, ...]
     piece: tuple[Matmul, ...]
+    sides: tuple[Side | None, ...] = ()
     directions: Directions = 1
     rings: int = 1
     walks: bool = False
@@ -106,6 +109,8 @@ class RingWork:
             raise ValueError(f"bytes must not be negative, got {self}")
         if len(self.piece) != len(self.matmuls):
             raise ValueError(f"every matmul needs its piece, got {self}")
+        if self.sides and len(self.sides) != len(self.matmuls):
+            raise ValueError(f"every matmul has a side, or none is told, got {self}")
         if self.halves and (
             len(self.halves) != len(self.matmuls)
             or self.directions == 1
@@ -130,20 +135,25 @@ class RingWork:
         return tuple(zip(self.piece, self.matmuls, strict=True))
 
 
-def cut_side(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul) -> Side | None:
-    """Which operand does not travel, and is read block by block; None where there is none, or both are."""
+def cut_side(work: RingWork, axis_size: int, number: int) -> Side | None:
+    """Which operand of a matmul does not travel, and is read block by block; None where none or both are."""
+    piece, whole = work.piece[number], work.matmuls[number]
     if piece.batch < whole.batch:
         return None
-    if work.collective == "reduce_scatter":
-        rows, columns = piece.m / whole.m, piece.n / whole.n
-        return None if rows == columns == 1 else "lhs" if rows <= columns else "rhs"
-    if piece.k == whole.k:
+    if work.collective == "all_gather":
+        return None if piece.k == whole.k else OTHER[sent_side(work, axis_size, number)]
+    if piece == whole:
         return None
-    return OTHER[sent_side(work, axis_size, piece, whole)]
+    if work.sides and (side := work.sides[number]) is not None:
+        return side
+    return "lhs" if piece.m / whole.m <= piece.n / whole.n else "rhs"
 
 
-def sent_side(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul) -> Side:
+def sent_side(work: RingWork, axis_size: int, number: int) -> Side:
     """Which operand of a gather's dot travels."""
+    if work.sides and (side := work.sides[number]) is not None:
+        return side
+    piece, whole = work.piece[number], work.matmuls[number]
     shared = piece.stationary(whole)
     if shared is not None:
         return OTHER[shared]
@@ -151,20 +161,25 @@ def sent_side(work: RingWork, axis_size: int, piece: Matmul, whole: Matmul) -> S
     return min(SIDES, key=lambda side: abs(side_bytes(whole, side) - gathered_bytes))
 
 
+def strip_side(work: RingWork, axis_size: int, number: int) -> Side:
+    """Which operand of a scatter's dot its pieces take strips of, where they are cut across."""
+    return OTHER[cut_side(work, axis_size, number) or "lhs"]
+
+
 def begins_at_tiles(work: RingWork, axis_size: int) -> bool:
     """Whether the blocks of rows that a scatter's dots cut out, one a device, begin where a tile does."""
     return all(
-        (whole.n if cut_side(work, axis_size, piece, whole) == "rhs" else whole.m)
+        (whole.n if cut_side(work, axis_size, number) == "rhs" else whole.m)
         % (axis_size * tile_rows(dtype_bytes(whole.dtype)))
         == 0
-        for piece, whole in work.pairs
+        for number, whole in enumerate(work.matmuls)
     )
 
 
 def blocks_of(work: RingWork, axis_size: int) -> Blocks:
     """What of a sum a scatter gives each device; of several dots' what the first's is."""
-    for piece, whole in work.pairs:
-        if cut_side(work, axis_size, piece, whole) == "rhs":
+    for number, whole in enumerate(work.matmuls):
+        if cut_side(work, axis_size, number) == "rhs":
             return "ragged columns" if whole.n % (axis_size * LANES) else "columns"
     return "rows"
 

@@ -15,6 +15,7 @@ from cost_model.chain_sizes import CutRows, GatherSizes, ScatterSizes, Sizes
 from cost_model.in_turn import in_turn_estimate
 from cost_model.matmul import matmul_s
 from cost_model.offloaded import sums_whole
+from cost_model.on_chip import Side
 from cost_model.ring_work import NOTHING_BEFORE, Before
 from passes.block_eval import accumulator_dtype, cut_once
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
@@ -98,7 +99,7 @@ def _in_turn(flow: Dataflow, chain: Chain, schedule: RingSchedule, axis: Axis) -
     whole_s = dots_s(Fraction(1))
     if isinstance(chain, DotPsum):
         return in_turn_estimate(
-            "psum",
+            gathers=False,
             dot_s=whole_s,
             collective_s=axis.all_reduce_s(moved_bytes),
             own_s=0.0,
@@ -110,7 +111,7 @@ def _in_turn(flow: Dataflow, chain: Chain, schedule: RingSchedule, axis: Axis) -
     half = Fraction(1, axis.size)
     gathers = isinstance(chain, AllGatherDot)
     return in_turn_estimate(
-        "gather" if gathers else "scatter",
+        gathers=gathers,
         dot_s=whole_s,
         collective_s=(axis.all_gather_s if gathers else axis.reduce_scatter_s)(moved_bytes),
         own_s=dots_s(half),
@@ -141,11 +142,14 @@ def gather_sizes(
     def dots(share: Fraction, strip: Fraction) -> tuple[Matmul, ...]:
         return _matmuls(flow, chain, share, None if cut is None or strip == 1 else (cut, strip), rounded)
 
+    operands = [flow.ops[dot.op].inputs for dot in chain.dots]
     return GatherSizes(
         dots=dots,
         sent_bytes=wire.size * sent.itemsize,
         gathered_bytes=gathered_bytes,
         accumulator=max(sums, key=lambda dtype: dtype.itemsize).name if sums else "float32",
+        # Of an array that is multiplied with itself both operands travel.
+        sides=tuple("lhs" if inputs[0] in chain.blocked else "rhs" for inputs in operands),
         hands_out_gathered=bool(chain.handed_out),
         starts_implied=on_torus and not may_start_explicitly(flow, chain),
         before=before,
@@ -180,9 +184,16 @@ def scatter_sizes(
         rows=tuple(
             CutRows(aval.size * aval.dtype.itemsize, aval.shape[0], aval.dtype.itemsize) for aval in rows
         ),
+        sides=tuple(_cut_operand(dot) for dot in chain.dots),
         sums_whole=scatters and sums_whole(scattered.dtype.name, axis),
         before=before,
     )
+
+
+def _cut_operand(dot: BlockOp) -> Side | None:
+    """The only operand of a scatter's dot with the scattered dim; None of a batch, which both have."""
+    lhs, rhs = dot.dims.operand_dims
+    return None if lhs is not None and rhs is not None else "rhs" if lhs is None else "lhs"
 
 
 def _matmuls(

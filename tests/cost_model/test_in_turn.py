@@ -11,18 +11,16 @@ import pytest
 from hypothesis import given
 
 from cost_model import by_name
-from cost_model.in_turn import Pattern, in_turn_estimate
+from cost_model.in_turn import in_turn_estimate
 
 CPU = by_name("cpu")
 OVERLAPS = dataclasses.replace(CPU, overlaps=True)
 SECONDS = st.floats(0.001, 10.0)
 
 
-def priced(
-    pattern: Pattern, own: float, pieces: list[float], hops: list[float], hardware: Any = OVERLAPS
-) -> Any:
+def priced(pattern: str, own: float, pieces: list[float], hops: list[float], hardware: Any = OVERLAPS) -> Any:
     return in_turn_estimate(
-        pattern,
+        gathers=pattern == "gather",
         dot_s=own + sum(pieces),
         collective_s=sum(hops),
         own_s=own,
