@@ -46,7 +46,7 @@ class Network:
         """
         if self.hardware is None:
             return None
-        key = (collective.axes, collective.groups, alone)
+        key = (collective.axes, collective.groups, collective.axis_size, alone)
         if key not in self._axes:
             if self._topology is not None:
                 axis = Axis.of(self._topology, self.groups(collective))

@@ -145,6 +145,12 @@ def test_each_axis_of_a_mesh_has_its_own_network() -> None:
     assert network.axis(collective("x", size=4)) is rows, "worked out once"
 
 
+def test_axes_of_one_name_in_several_meshes_have_their_own_sizes() -> None:
+    """One network serves all shard_maps of a program whose meshes tell no devices."""
+    network = Network(V5P)
+    assert [network.axis(collective("x", size=size)) for size in (4, 2)] == [Axis(V5P, 4), Axis(V5P, 2)]
+
+
 def test_groups_of_an_axis_have_orders_of_their_own() -> None:
     network = Network(V5P, mesh_of({"x": 8}, grid(1, 8)))
     halves = network.axis(collective("x", size=4, groups=((0, 1, 2, 3), (4, 5, 6, 7))))
