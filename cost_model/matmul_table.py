@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from typing import Any, Final, Literal
 from cost_model.chips import by_name
 from cost_model.dtypes import parse_dtype
 from cost_model.hardware import Hardware
+from cost_model.typed import loads
 
 SCHEMA: Final = 3
 """Version of the files in `cost_model/tables`."""
@@ -266,7 +266,7 @@ def read(text: str) -> MatmulTable:
     Raises:
       ValueError: the text is no JSON object, has another schema, or a rate is missing or impossible.
     """
-    content: Any = json.loads(text)
+    content: Any = loads(text)
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise ValueError(f'a matmul table is a JSON object with "schema": {SCHEMA}')
     rates = content.get("rates")

@@ -16,7 +16,7 @@ import jax
 
 from overlap.ab_profiling import TRACED_ROUNDS, ab_profile
 from overlap.decorator import Overlapped
-from overlap.output_file import check_directory, check_outputs
+from overlap.output_file import check_directory, check_outputs, write_text
 
 FEWEST: Final = {"--rounds": 1, "--warmup": 1, "--traced-rounds": 0}
 """The least that each option may be."""
@@ -102,8 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(report.text())
         try:
             if arguments.json is not None:
-                with open(arguments.json, "w", encoding="utf-8") as file:
-                    file.write(report.to_json() + "\n")
+                write_text(arguments.json, report.to_json() + "\n")
             if arguments.html is not None:
                 report.to_html(arguments.html)
         except OSError as error:

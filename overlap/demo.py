@@ -34,7 +34,7 @@ from overlap.hlo.module import Module
 from overlap.hlo.parse import parse
 from overlap.hlo.timeline import Timeline
 from overlap.inspection import Inspection, inspect_compiled
-from overlap.output_file import check_writable
+from overlap.output_file import check_writable, write_text
 from overlap.plain_text import PIPE_COLUMNS
 from overlap.report import Report
 
@@ -276,7 +276,7 @@ def _report_page(console: Console, path: Path, inspections: list[Inspection]) ->
 
     _heading(console, "Where communication is exposed")
     try:
-        path.write_text(page(inspections), encoding="utf-8")
+        write_text(path, page(inspections))
     except OSError as error:
         console.print(f"[bold red]Failed[/] to write {path}: {error.strerror or error}.")
         return False

@@ -13,11 +13,16 @@ def write_text(path: str | os.PathLike[str], text: str) -> Path:
 
     Raises:
       TypeError: ``path`` is no path.
+      OSError: it cannot be written; it has the path.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"give the path of the file to write, not {type(path).__name__}")
     target = Path(path)
-    target.write_text(text, "utf-8")
+    try:
+        target.write_text(text, "utf-8")
+    except OSError as error:
+        error.filename = error.filename or os.fspath(path)  # none of a disk that is full
+        raise
     return target
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import jax
 
 from cost_model import Estimate
+from cost_model.typed import loads
 from overlap import units
 from overlap.plain_text import columns, plain_text, printable
 from passes import Code, Reason, Site
@@ -169,7 +170,7 @@ class Report:
             of the wrong type; the message names it.
         """
         try:
-            data = json.loads(text)
+            data = loads(text)
         except (TypeError, ValueError) as error:
             raise ValueError(f"a report must be JSON: {error}") from error
         if not isinstance(data, dict):

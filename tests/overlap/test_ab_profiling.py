@@ -644,6 +644,18 @@ def test_outputs_of_one_name_and_a_trace_in_a_file_are_told_before_anything_runs
         assert capsys.readouterr().err == f"overlap ab: cannot write {path}: Not a directory\n"
 
 
+@pytest.mark.usefixtures("script")
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_a_disk_that_is_full_in_the_end_is_told(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from overlap.__main__ import main
+
+    assert (
+        main(["ab", "ab_script:profile", "--rounds", "1", "--traced-rounds", "0", option, "/dev/full"]) == 2
+    )
+    assert capsys.readouterr().err == "overlap ab: cannot write /dev/full: No space left on device\n"
+
+
 def test_a_process_that_turns_warnings_into_errors_survives_the_profiler(tmp_path: Path) -> None:
     (tmp_path / "ab_script.py").write_text(SCRIPT)
     command = [sys.executable, "-W", "error", "-m", "overlap", "ab", "ab_script:profile", "--rounds", "1"]

@@ -302,7 +302,7 @@ class TestJson:
         with pytest.raises(ValueError, match=message):
             Report.from_json(json.dumps(data))
 
-    @pytest.mark.parametrize("text", ["", "{", "\x00"])
+    @pytest.mark.parametrize("text", ["", "{", "\x00", "[" * 200_000])
     def test_no_json_is_a_value_error(self, text: str) -> None:
         with pytest.raises(ValueError, match="a report must be JSON: "):
             Report.from_json(text)
