@@ -1,8 +1,6 @@
 """The time of one local matmul: the TPU compiler's estimate, elsewhere a roofline with padding."""
 
-import dataclasses
 import functools
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,10 +82,6 @@ class Matmul:
         if self.n == whole.n:
             return "rhs"
         return "lhs" if self.m == whole.m else None
-
-    def halved(self) -> "Matmul":
-        """Half of this matmul, cut along m and rounded up: one direction's part in a bidirectional step."""
-        return dataclasses.replace(self, m=math.ceil(self.m / 2))
 
     def padded_flops(self, tile: tuple[int, int, int]) -> int:
         """Multiplications and additions with m, k and n rounded up to multiples of the tile's."""

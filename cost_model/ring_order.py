@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cost_model.hamiltonian import disjoint_tours, snake
-from cost_model.topology import Coords, Link, Topology
+from cost_model.topology import Coords, Topology
 
 Groups = tuple[tuple[int, ...], ...]
 Orders = tuple[tuple[int, ...], ...]
@@ -21,18 +21,13 @@ Orders = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingOrder:
-    """A cyclic order of the indices of a mesh axis, and what its hops meet on the way.
+    """A cyclic order of the indices of a mesh axis.
 
     Attributes:
       order: axis indices, from 0 on; a hop goes from each to the next, and from the last to the first.
-      hop_links: the most hops, of all groups together, that cross one link when the ring runs one way. 1:
-        none waits for another. Links between the cores of a chip are not counted.
-      hops_latency: links on the longest way of a hop. 1: neighbours throughout.
     """
 
     order: tuple[int, ...]
-    hop_links: int
-    hops_latency: int
 
     @property
     def is_identity(self) -> bool:
@@ -113,7 +108,7 @@ def _ring_orders(topology: Topology, groups: Groups, limit: int) -> tuple[RingOr
                 best, lowest = orders, cost
             if cost[1] <= topology.hardware.hop_latency_s:
                 break  # Neighbours throughout, in all groups: what follows has fewer rings, or longer hops.
-    return tuple(_measured(order, topology, groups) for order in best)
+    return tuple(RingOrder(order=order) for order in best)
 
 
 def _candidates(topology: Topology, group: tuple[int, ...], limit: int) -> Iterator[Orders]:
@@ -203,19 +198,6 @@ def _hops(order: tuple[int, ...], groups: Groups, direction: int) -> list[tuple[
     if direction < 0:
         steps = [(b, a) for a, b in steps]
     return [(group[a], group[b]) for group in groups for a, b in steps]
-
-
-def _measured(order: tuple[int, ...], topology: Topology, groups: Groups) -> RingOrder:
-    hops = [hop for hop in _hops(order, groups, 1) if hop[0] != hop[1]]
-    load = topology.load(hops)
-    # A way through a switch or the network is two links, and one hop.
-    latency = max((sum(_counts(link) for link in topology.route(*hop)) for hop in hops), default=0)
-    links = max((count for link, count in load.items() if link.kind != "chip"), default=0)
-    return RingOrder(order=order, hop_links=max(links, min(1, latency)), hops_latency=latency)
-
-
-def _counts(link: Link) -> bool:
-    return link.kind not in ("down", "in")
 
 
 def _cost(orders: Orders, topology: Topology, groups: Groups, directions: int) -> tuple[float, float, int]:

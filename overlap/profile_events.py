@@ -36,18 +36,14 @@ class Op:
 
     Attributes:
       name: of the HLO instruction, or of the kernel.
-      line: the queue or thread that it ran on.
       start_ns, end_ns: on the trace's clock.
       module: the HLO module's name.
-      known: whether ``name`` is an instruction's.
     """
 
     name: str
-    line: str
     start_ns: float
     end_ns: float
     module: str = ""
-    known: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,14 +124,14 @@ def read(planes: Iterable[Any]) -> Trace:
                     if event.name.startswith(ANNOTATION):
                         windows.append(_window(event, stats))
                     elif "hlo_op" in stats and "run_id" in stats:
-                        host_ops.append((_op(event, stats, line.name), stats))
+                        host_ops.append((_op(event, stats), stats))
             on_host = _by_run(host_ops)
         elif found := _DEVICE.fullmatch(plane.name):
             if found[1] == "TPU":
                 on_devices += _tpu_executions(plane)
             else:
                 kernels[plane.name] = [
-                    _op(event, dict(event.stats), line.name)
+                    _op(event, dict(event.stats))
                     for line in plane.lines
                     if line.name.startswith(_STREAM)
                     for event in line.events
@@ -199,11 +195,11 @@ def _window(event: Any, stats: Mapping[str, Any]) -> Window:
     return Window(variant, int(stats.get("step_num", 0)), event.start_ns, event.end_ns)
 
 
-def _op(event: Any, stats: Mapping[str, Any], line: str) -> Op:
+def _op(event: Any, stats: Mapping[str, Any]) -> Op:
     """An event as an operation. One without an instruction goes by the kernel's name."""
     name = str(stats.get("hlo_op", ""))
     module = str(stats.get("hlo_module", ""))
-    return Op(name or event.name, line, event.start_ns, event.end_ns, module, bool(name))
+    return Op(name or event.name, event.start_ns, event.end_ns, module)
 
 
 def _by_run(ops: Iterable[tuple[Op, Mapping[str, Any]]]) -> list[Execution]:
@@ -261,7 +257,7 @@ def _tpu_op(event: Any) -> Op:
     if not name:
         found = _INSTRUCTION_NAME.match(event.name)
         name = found[1] if found else event.name
-    return Op(name, _OPS, event.start_ns, event.end_ns)
+    return Op(name, event.start_ns, event.end_ns)
 
 
 def _execution(device: str, module: str, ops: Iterable[Op]) -> Execution:

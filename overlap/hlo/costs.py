@@ -116,7 +116,7 @@ class Costs:
         self._hardware = hardware
         self._elementwise = elementwise
         self._reads: dict[str, tuple[float, ...]] = {}
-        self._contents: dict[str, tuple[str, str]] = {}
+        self._contents: dict[str, tuple[Kind, str]] = {}
 
     def cost(self, computation: Computation, instruction: Instruction) -> Cost:
         """What one execution of an instruction of `computation` takes; a caller prices what it calls."""
@@ -231,27 +231,26 @@ class Costs:
             return "matmul", "dot"
         if opcode != "fusion" or not instruction.calls:
             return _kind(opcode), opcode
-        kind, does = self._content(instruction.calls[0])
-        return kind, does
+        return self._content(instruction.calls[0])
 
     def _content(self, called: str) -> tuple[Kind, str]:
-        known = self._contents.get(called)
-        if known is None:
-            computation = self._module.computation(called)
-            inside = [i for i in computation.instructions if i.opcode not in FREE]
-            large = [i for i in inside if i.shape.elements or i.shape.bytes > TINY_BYTES]
-            found = [self._doing(i) for i in large] or [("compute", i.opcode) for i in inside[-1:]]
-            matmuls = [does for kind, does in found if kind == "matmul"]
-            computes = [does for kind, does in found if kind == "compute"]
-            if matmuls:
-                known = ("matmul", matmuls[-1])
-            elif computes:
-                known = ("compute", "reduce" if "reduce" in computes else computes[-1])
-            else:
-                known = ("copy", found[-1][1] if found else "copy")
-            self._contents[called] = known
-        kind, does = known
-        return kind, does  # type: ignore[return-value]
+        if called not in self._contents:
+            self._contents[called] = self._dominating(self._module.computation(called))
+        return self._contents[called]
+
+    def _dominating(self, computation: Computation) -> tuple[Kind, str]:
+        """What a fused computation counts as, and the opcode of the operation that dominates it."""
+        inside = [i for i in computation.instructions if i.opcode not in FREE]
+        large = [i for i in inside if i.shape.elements or i.shape.bytes > TINY_BYTES]
+        last: list[tuple[Kind, str]] = [("compute", i.opcode) for i in inside[-1:]]
+        found = [self._doing(i) for i in large] or last
+        matmuls = [does for kind, does in found if kind == "matmul"]
+        computes = [does for kind, does in found if kind == "compute"]
+        if matmuls:
+            return "matmul", matmuls[-1]
+        if computes:
+            return "compute", "reduce" if "reduce" in computes else computes[-1]
+        return "copy", found[-1][1] if found else "copy"
 
     def _matmuls(self, computation: Computation, instruction: Instruction) -> list[Matmul]:
         """The matmuls that an instruction of kind "matmul" computes."""

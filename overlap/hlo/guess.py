@@ -7,8 +7,9 @@ from itertools import pairwise
 
 from cost_model import Hardware, by_name, names
 from cost_model.topology import Topology
+from overlap.hlo.groups import Groups
 from overlap.hlo.module import COLLECTIVES, Module, Shape
-from overlap.hlo.moves import Groups, Moves
+from overlap.hlo.moves import Moves
 
 
 def guess_hardware(module: Module) -> Hardware:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from overlap.hlo.groups import replica_groups, source_target_pairs
+from overlap.hlo.groups import Groups, replica_groups, source_target_pairs
 from overlap.hlo.module import Computation, Instruction, Module, collective_instruction
 from overlap.hlo.uses import Uses
 
-Groups = tuple[tuple[int, ...], ...]
 Pairs = tuple[tuple[int, int], ...]
 
 PADDING: Final = 1.1

@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from cost_model.group_collectives import all_gather_s, all_reduce_s, all_to_all_s, reduce_scatter_s
 from cost_model.topology import Link, Topology
-from overlap.hlo.moves import Groups, Move
-
-Pairs = tuple[tuple[int, int], ...]
+from overlap.hlo.groups import Groups
+from overlap.hlo.moves import Move, Pairs
 
 ALL_PAIRS: Final = 32
 """Largest group of which the ways between all pairs are looked up."""
@@ -71,9 +70,6 @@ class Wires:
         self._ways: dict[Pairs, _Way] = {}
         self._group_links: dict[Groups, tuple[npt.NDArray[np.intp], tuple[str, ...]]] = {}
         self._transfers: dict[Move, Transfer] = {}
-
-    def __len__(self) -> int:
-        return len(self._numbers)
 
     def transfer(self, move: Move) -> Transfer:
         """What one execution of a collective asks of the links.
