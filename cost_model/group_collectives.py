@@ -3,11 +3,13 @@
 A baseline to measure rings against: the bandwidth term is a lower bound, so that no implementation on the
 same links is faster. It looks at many cuts: sets of chips, into which certain bytes have to come through the
 links that lead there, those of all groups at once. A set is a box of the slice: in each dimension one chip,
-two, as many as lie between two neighbours of a group, half, or all. An all_gather brings into a set what its
-chips lack, (n-p)/n of V for a group that has p of its n devices there; an all_to_all p·(n-p) blocks. Rings,
-lines, grids and tori reach the bound. A whole axis with wraparound has two links into each chip, hence the
-scaling book's V/W, and V/(W·n_axes) for several axes; a line has one link into its end, hence P-1 hops of a
-shard ("Sharded Matrices and How to Multiply Them").
+two, as many as lie between two neighbours of a group, half, or all; and where it wraps around, twice as many,
+what all groups span before they are the same again, half of that, or all of it but one neighbour's distance.
+No other box was found to be tighter on rings of 4 to 32 chips and on tori of up to 256. An all_gather brings
+into a set what its chips lack, (n-p)/n of V for a group that has p of its n devices there; an all_to_all
+p·(n-p) blocks. Rings, lines, grids and tori reach the bound. A whole axis with wraparound has two links into
+each chip, hence the scaling book's V/W, and V/(W·n_axes) for several axes; a line has one link into its end,
+hence P-1 hops of a shard ("Sharded Matrices and How to Multiply Them").
 
 The latency term is that of the links between the two devices of a group that are farthest apart.
 
@@ -211,10 +213,10 @@ def _boxes(
       shape, wraparound: of the slice.
     """
     dims = list(zip(shape, wraparound, repeats, strict=True))
-    spans = [
-        list(_spans(length, wraps, {1, 2, stride}, repeat))
-        for (length, wraps, repeat), stride in zip(dims, strides, strict=True)
-    ]
+    spans = []
+    for (length, wraps, repeat), stride in zip(dims, strides, strict=True):
+        around = {2 * stride, repeat, repeat // 2, repeat - stride} if wraps else set()
+        spans.append(list(_spans(length, wraps, {1, 2, stride} | around, repeat)))
     everything = [(tuple(range(length)), 0) for length in shape]
     boxes = itertools.product(*([*some, whole] for some, whole in zip(spans, everything, strict=True)))
     halves = (

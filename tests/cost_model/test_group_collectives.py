@@ -1,6 +1,7 @@
 """Collectives over groups of devices, against the scaling book's numbers and links counted by hand."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -232,6 +233,47 @@ def test_boxes_that_are_the_same_again_change_nothing(
     monkeypatch.setattr(group_collectives, "_repeats", none_is)
     assert figures() == pytest.approx(found, rel=1e-12)
     assert asked
+
+
+def every_other(length: int, count: int, stride: int) -> Groups:
+    """Groups along a dimension of so many devices each, that stand a stride apart."""
+    return tuple(
+        tuple(block + first + stride * at for at in range(count))
+        for block in range(0, length, count * stride)
+        for first in range(stride)
+    )
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+@pytest.mark.parametrize("length", [8, 12, 16, 24])
+def test_no_run_of_chips_is_a_tighter_cut(length: int, wraps: bool) -> None:
+    topology = Topology.torus((length,), _V5P, wraparound=(wraps,))
+    for count in (n for n in range(2, length + 1) if length % n == 0):
+        for stride in (s for s in range(1, length // count + 1) if length // count % s == 0):
+            groups = every_other(length, count, stride)
+            gathered_s = exchanged_s = 0.0
+            for start, run in itertools.product(range(length), range(1, length)):
+                ends = 2 if wraps else (start > 0) + (start + run < length)
+                if not ends or not (wraps or start + run <= length):
+                    continue
+                inside = {(start + at) % length for at in range(run)}
+                held = [len(inside.intersection(group)) for group in groups]
+                speed = ends * _V5P.axis_bytes_per_s
+                gathered_s = max(gathered_s, sum((count - n) / count for n in held if n) / speed)
+                exchanged_s = max(exchanged_s, sum(n * (count - n) / count**2 for n in held) / speed)
+            assert all_gather_s(1e9, groups, topology) == pytest.approx(1e9 * gathered_s)
+            assert all_to_all_s(1e9, groups, topology) == pytest.approx(1e9 * exchanged_s)
+
+
+def test_strided_parts_of_two_dimensions_share_the_links_of_what_they_span() -> None:
+    """4 of 16 along both dimensions, two apart: into 4 x 4 chips lead 16 links."""
+    topology = Topology.torus((16, 16), by_name("tpu_v6e"))
+    rows = every_other(16, 4, 2)
+    groups = tuple(tuple(16 * a + b for a in one for b in other) for one in rows for other in rows)
+    inside = {16 * a + b for a in range(6, 10) for b in range(6, 10)}
+    lacking = sum(16 - n for group in groups if (n := len(inside.intersection(group)))) / 16
+    least_s = 1e9 * lacking / (16 * topology.hardware.axis_bytes_per_s)
+    assert all_gather_s(1e9, groups, topology) >= least_s * (1 - 1e-9)
 
 
 def test_groups_repeat_along_a_dimension_that_wraps_around() -> None:
