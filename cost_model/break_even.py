@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -117,13 +118,18 @@ def break_evens(
         )
     ]
     if resize:
-        chains = {size: chain_for(_multiple(m, size)) for size in AXIS_SIZES if size <= max(m, 2)}
-        chains[axis.size] = chain_for(m)
-        points = [
-            (float(size), priced(chain, axis if size == axis.size else Axis.of_size(size, axis.hardware)))
-            for size, chain in sorted(chains.items())
-            if not chain.misfit(size)
-        ]
+
+        def cut_for(size: int) -> PlainChain:
+            return chain_for(m if size == axis.size else _multiple(m, size))
+
+        points = _sizes(
+            sorted({axis.size, *(size for size in AXIS_SIZES if size <= max(m, 2))}),
+            lambda size: not cut_for(size).misfit(size),
+            lambda size: priced(
+                cut_for(size), axis if size == axis.size else Axis.of_size(size, axis.hardware)
+            ),
+            axis.hardware,
+        )
         found.append(
             _break_even("axis_size", axis.size, points, _steps(points, axis.hardware), axis.hardware)
         )
@@ -132,7 +138,7 @@ def break_evens(
         _scanned(
             "bandwidth",
             speed,
-            _grid(speed / 256, speed * 256, speed),
+            _grid(speed / 256, min(256 * speed, sys.float_info.max), speed),
             lambda value: priced(chain_for(m), _faster(axis, value / speed)),
             axis.hardware,
             whole=False,
@@ -178,6 +184,32 @@ def _break_even(
     gains = {pays(estimate, hardware) for _, estimate in points}
     how_much: HowOften = "sometimes" if len(gains) > 1 else "always" if True in gains else "never"
     return BreakEven(variable, here, tuple(points), tuple(crossings), how_much)
+
+
+def _sizes(
+    sizes: Iterable[int], fits: Callable[[int], bool], estimate: Callable[[int], Estimate], hardware: Hardware
+) -> list[tuple[float, Estimate]]:
+    """The prices of those of these sizes that fit, and of the last ones before each crossing and after it.
+
+    Args:
+      sizes: rising.
+      fits: whether the chain can be cut for a size.
+      estimate: of a size that fits.
+      hardware: the devices.
+    """
+    points = {size: estimate(size) for size in sizes if fits(size)}
+    for low, high in itertools.pairwise(tuple(points)):
+        pays_above = pays(points[high], hardware)
+        if pays(points[low], hardware) == pays_above:
+            continue
+        inside = list(filter(fits, range(low + 1, high)))
+        while inside:
+            middle = len(inside) // 2
+            size = inside[middle]
+            points[size] = estimate(size)
+            above = pays(points[size], hardware) == pays_above
+            inside = inside[:middle] if above else inside[middle + 1 :]
+    return [(float(size), points[size]) for size in sorted(points)]
 
 
 def _steps(points: Sequence[tuple[float, Estimate]], hardware: Hardware) -> list[Crossing]:

@@ -21,7 +21,7 @@ from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
 from cost_model.offloaded import sums_whole
 from cost_model.on_chip import SIDES, Side, Whole
-from cost_model.pipeline import gather_after, last_gather_s
+from cost_model.pipeline import gather_after, last_gather_s, placing_s
 from cost_model.plain_chain import PlainChain, forms, gathered_bytes, pays, price, works
 from cost_model.ring import Estimate, dots_as_written
 from cost_model.ring_work import blocks_of
@@ -381,8 +381,10 @@ def _candidate(chain: PlainChain, form: Form, axis: Axis) -> Candidate:
     if chain.pattern == "dot_psum":
         blocks = "rows" if work is None else blocks_of(work, axis.size)
         gather = gather_after(chain.moved_bytes, dtype_bytes(chain.dtype), axis, blocks)
-    gather_s = 0.0 if gather is None else gather.overlapped_s
-    dots_s = priced.partials_s - (0.0 if gather is None else gather.partials_s)
+    gather_s, copies_s = (0.0, 0.0) if gather is None else (gather.overlapped_s, gather.partials_s)
+    if work is not None and gather is not None and columns > 1:
+        copies_s = placing_s(work, chain.moved_bytes, axis, across=form.across)
+    dots_s = priced.partials_s - copies_s
     step_dots_s = dots_s / steps
     # Half way round an odd number of devices two shards come last.
     alone_s = dots_s * (2 if form.halfway and axis.size % 2 else 1) / axis.size

@@ -240,6 +240,12 @@ def last_gather_s(work: RingWork, gathered_bytes: float, axis: Axis, *, across: 
     return max(gather_s, copy_s) if axis.hardware.overlaps else gather_s + copy_s
 
 
+def placing_s(work: RingWork, gathered_bytes: float, axis: Axis, *, across: bool) -> float:
+    """Seconds of copying what all chunks' gathers bring into place. Arguments as of `pipeline_estimate`."""
+    _, copy_s = _gather_s(work, gathered_bytes, axis, across=across)
+    return work.columns * copy_s
+
+
 def _gather_s(work: RingWork, gathered_bytes: float, axis: Axis, *, across: bool) -> tuple[float, float]:
     """Seconds of one chunk's gather hops, and of copying its shards into place."""
     part_bytes = gathered_bytes / axis.size / work.columns / work.chains

@@ -15,8 +15,8 @@ from cost_model.break_even import break_evens
 from cost_model.explanation import LISTED, explain
 from cost_model.form import Form
 from cost_model.matmul import Matmul, matmul_s
-from cost_model.pipeline import GATHERED, gather_after
-from cost_model.plain_chain import PATTERNS, PlainChain, PlainDot, chain_of, forms, price, works
+from cost_model.pipeline import GATHERED, gather_after, placing_s
+from cost_model.plain_chain import PATTERNS, PlainChain, PlainDot, chain_of, forms, pays, price, works
 from cost_model.ring import estimate
 from cost_model.ring_copies import COPYING_WHOLE, CUTTING_BETWEEN_TILES
 
@@ -36,13 +36,17 @@ class TestTerms:
     @pytest.mark.parametrize("hardware", ["tpu_v5p", "tpu_v5e", "h100", "cpu"])
     @pytest.mark.parametrize("pattern", PATTERNS)
     def test_prologue_steady_state_and_epilogue_are_the_whole_ring(self, pattern: Any, hardware: str) -> None:
-        found = explain(chain_of(pattern, 4096, 2048, 1024), Axis(by_name(hardware), 8))
+        chain, axis = chain_of(pattern, 4096, 2048, 1024), Axis(by_name(hardware), 8)
+        found = explain(chain, axis)
         for candidate in found.candidates:
             parts = candidate.prologue_s, candidate.steady_s, candidate.epilogue_s
             assert min(parts) >= 0
             assert sum(parts) == pytest.approx(candidate.estimate.overlapped_s)
-            # A psum's gathered sum is copied after the ring.
-            copied_s = gather_after(4096 * 1024 * 2, 2, Axis(by_name(hardware), 8)).partials_s
+            # A psum's gathered sum is copied after the ring, or while the next column's runs.
+            copied_s = gather_after(4096 * 1024 * 2, 2, axis).partials_s
+            if pattern == "dot_psum" and candidate.form.columns > 1:
+                (work,) = works(chain, candidate.form, axis)
+                copied_s = placing_s(work, 4096 * 1024 * 2, axis, across=candidate.form.across)
             dots_s = candidate.estimate.partials_s - (copied_s if pattern == "dot_psum" else 0)
             assert candidate.step_dots_s * candidate.steps == pytest.approx(dots_s)
             assert candidate.step_hop_s * candidate.hops == pytest.approx(candidate.estimate.hops_s)
@@ -324,6 +328,15 @@ class TestForms:
             PlainChain(pattern="dot_psum", dots=(), elements=1)
 
 
+@pytest.mark.parametrize("hardware", ["tpu_v4", "tpu_v5e", "tpu_v6e", "tpu_v5p", "tpu_7x", "h100"])
+@pytest.mark.parametrize(("m", "k", "n"), [(8192, 1024, 8192), (16384, 256, 16384)])
+def test_no_term_of_a_psum_is_negative_in_any_form(hardware: str, m: int, k: int, n: int) -> None:
+    """What the gathers of its columns place is no part of the steps' dots."""
+    found = explain(chain_of("dot_psum", m, k, n), Axis(by_name(hardware), 8))
+    for each in found.candidates:
+        assert min(each.step_dots_s, each.prologue_s, each.steady_s, each.epilogue_s) >= 0, each.form
+
+
 class TestBreakEven:
     def test_either_side_of_a_crossing_has_its_sign(self) -> None:
         tokens, sizes, bandwidth = break_evens(lambda m: gather(m), RING, 8192)
@@ -343,10 +356,10 @@ class TestBreakEven:
         *_, bandwidth = break_evens(lambda m: gather(m), RING, 8192)
         *_, crossing = bandwidth.crossings
         assert not crossing.pays_above and crossing.at > 9e10
-        for factor, pays in ((0.99, True), (1.01, False)):
+        for factor, paying in ((0.99, True), (1.01, False)):
             speed = crossing.at * factor
             hardware = dataclasses.replace(V5P, link_bytes_per_s=speed)
-            assert explain(gather(), Axis(hardware, 16)).pays is pays
+            assert explain(gather(), Axis(hardware, 16)).pays is paying
 
     def test_hardware_that_overlaps_nothing_never_pays(self) -> None:
         found = break_evens(lambda m: gather(m, 512, 512), Axis(by_name("cpu"), 4), 512)
@@ -367,6 +380,19 @@ class TestBreakEven:
         tokens, *_ = break_evens(chain, RING, 512)
         assert tokens.here == 512
         assert dict(tokens.points)[512.0] == explain(chain(512), RING).best.estimate
+
+    @pytest.mark.parametrize(("m", "k", "n"), [(8192, 8192, 2048), (4096, 4096, 4096), (16384, 2048, 1024)])
+    @pytest.mark.parametrize("name", ["h100", "tpu_v5p"])
+    def test_right_before_an_axis_size_that_is_told_it_is_not_so_yet(
+        self, name: str, m: int, k: int, n: int
+    ) -> None:
+        hardware = by_name(name)
+        _, sizes, _ = break_evens(lambda rows: gather(rows, k, n), Axis(hardware, 8), m)
+        priced = {int(size): pays(estimate, hardware) for size, estimate in sizes.points}
+        for crossing in sizes.crossings:
+            at = int(crossing.at)
+            assert priced[at] is crossing.pays_above
+            assert priced[at - 1] is not crossing.pays_above
 
     def test_axis_sizes_over_which_the_dot_cannot_be_cut_are_left_out(self) -> None:
         _, sizes, _ = break_evens(lambda m: chain_of("dot_psum", m, 512, 6 * 512, cut="n"), RING, 512)
