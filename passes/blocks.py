@@ -190,6 +190,13 @@ def _stack(call: Call, side: int, dim: int, blocks: int) -> Blockwise | None:
     return Blockwise((dim,) * len(call.operands), dim + (dim >= axis))
 
 
+def _unstack(call: Call, side: int, dim: int, blocks: int) -> Blockwise | None:
+    axis = call.params["axis"] % len(call.operands[0])
+    if side == RESULT:
+        return Blockwise((dim + (dim >= axis),), dim)
+    return None if dim == axis else Blockwise((dim,), dim - (dim > axis))
+
+
 def _tile(call: Call, side: int, dim: int, blocks: int) -> Blockwise | None:
     return Blockwise((dim,), dim) if call.params["reps"][dim] == 1 else None
 
@@ -247,9 +254,10 @@ _ELEMENTWISE = (
     "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor "
 )
 
-_FUSIBLE = frozenset(
-    (*_ELEMENTWISE.split(), "broadcast_in_dim", "reshape", "slice", "split", "squeeze", "transpose")
-)
+MOVING = frozenset({"broadcast_in_dim", "reshape", "slice", "split", "squeeze", "transpose", "unstack"})
+"""Operations that compute nothing, and at most move elements."""
+
+_FUSIBLE = frozenset(_ELEMENTWISE.split()) | MOVING
 
 LONE = ("all_gather", "reduce_scatter")
 """Collectives with a rule: among one device they do nothing."""
@@ -271,6 +279,7 @@ _RULES.update(
         "squeeze": _Rule(_removed("dimensions")),
         "concatenate": _Rule(_aside_of("dimension")),
         "stack": _Rule(_stack),
+        "unstack": _Rule(_unstack),
         "tile": _Rule(_tile),
         "rev": _Rule(_aside_of("dimensions")),
         "sort": _Rule(_aside_of("dimension")),

@@ -163,6 +163,7 @@ CASES: dict[str, list[Case]] = {
         of(lambda x, y: lax.concatenate([x, y, x], 0), X, floats(2, 6)),
     ],
     "stack": [of(lambda x, y: jnp.stack([x, y], 1), X, Y), of(lambda x, y: jnp.stack([x, y, x]), X, Y)],
+    "unstack": [of(lambda x, a=a: lax.unstack(x, axis=a), CUBE[:3, :, :3]) for a in (0, 1, 2)],
     "tile": [of(lambda x: jnp.tile(x, (1, 2)), X), of(lambda x: jnp.tile(x, (3, 1)), X)],
     "all_gather": [of(lambda x: lax.all_gather(x, "x", tiled=True), SMALL[0])],
     "reduce_scatter": [of(lambda x: lax.psum_scatter(x, "x", tiled=True), SMALL[0])],
