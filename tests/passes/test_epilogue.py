@@ -92,6 +92,23 @@ def test_what_would_have_to_be_written_anyway_stays_outside() -> None:
     assert not chain.epilogue and not chain.unplaced
 
 
+def test_what_only_takes_a_result_apart_stays_outside() -> None:
+    """It is one copy after the ring, and one a piece inside."""
+
+    def fused(x: Any, w: Any) -> Any:
+        q, k = jnp.split(gather(x) @ w, 2, axis=1)
+        return q.reshape(-1, 5, 1), k
+
+    def gated(x: Any, w: Any) -> Any:
+        one, other = jnp.split(gather(x) @ w, 2, axis=1)
+        return jnp.tanh(one) * other
+
+    _, (chain,) = chains_of(fused, X, W)
+    assert not chain.epilogue
+    flow, (chain,) = chains_of(gated, X, W)
+    assert inside(flow, chain) == ["split", "tanh", "mul"], "after what computes less is written"
+
+
 def test_of_what_the_program_is_given_whole_only_masks_are_read_inside() -> None:
     def scaled(x: Any, w: Any, whole: Any) -> Any:
         return (gather(x) @ w) * whole
