@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from functools import cached_property
 from typing import Any
@@ -250,7 +249,8 @@ def describe(plan: Plan, decision: Decision, count: int = 1) -> Site:
 
 
 def _type(aval: Any) -> str:
-    return re.sub(r"\{.*?\}|@.*", "", str(aval.str_short(short_dtypes=True)))
+    short, _, _ = str(aval.str_short(short_dtypes=True)).partition("[")
+    return f"{short}[{','.join(map(str, aval.shape))}]"
 
 
 def _dot(flow: Dataflow, op: Op) -> str:

@@ -29,19 +29,20 @@ def find_scatter_chain(flow: Dataflow, collective: Collective) -> DotReduceScatt
     climbed: list[BlockOp] = []
     stops: list[Reason] = []
     pending: list[int] = []
-    reduced = False
+    reduced: set[int] = set()
     _push_producer(flow, operand, pending)
     while pending:
         index = -heapq.heappop(pending)
         if climbed and climbed[-1].op == index:
             continue
-        step = _climb(flow, collective, index, asked, taken, reduced=reduced)
+        step = _climb(flow, collective, index, asked, taken, reduced)
         if isinstance(step, Reason):
             stops.append(step)
             continue
         climbed.append(BlockOp(index, step))
         taken.add(index)
-        reduced = reduced or flow.ops[index].name.startswith("reduce_")
+        if flow.ops[index].name.startswith("reduce_") or _readers(flow, index) <= reduced:
+            reduced.add(index)
         # A dot reads its operands as a whole: what else they are cut for ends here.
         dims = (None, None) if isinstance(step, DotDims) else step.operand_dims
         for value, dim in zip(flow.ops[index].inputs, dims, strict=True):
@@ -70,8 +71,7 @@ def _climb(
     index: int,
     asked: dict[int, set[int | None]],
     taken: set[int],
-    *,
-    reduced: bool,
+    reduced: set[int],
 ) -> Blockwise | DotDims | Reason:
     """How an operation makes the blocks that are asked of it; or why the chain stops below it."""
     op = flow.ops[index]
@@ -79,10 +79,10 @@ def _climb(
     if shims.has_effects(op.eqn):
         return Reason(Code.NO_DOT, where)
     (dim, *others) = set[int | None]().union(*(asked.get(value, ()) for value in op.outputs))
-    users = {user for value in op.outputs for user in flow.users[value]}
+    users = _readers(flow, index)
     if others or dim is None or not users <= taken:
-        # What is reduced on the way, such as a bias's gradient, would be no matmul even if not shared.
-        escapes = not reduced and _follows_from_dot(flow, index)
+        # What is only reduced on the way, such as a bias's gradient, would be no matmul even if not shared.
+        escapes = not users & taken <= reduced and _follows_from_dot(flow, index)
         return Reason(Code.PARTIAL_SUM_ESCAPES if escapes else Code.NO_DOT, where)
     if op.name != "dot_general":
         rule = blockwise(op.name, call_of(flow, op), RESULT, dim, collective.axis_size)
@@ -93,6 +93,11 @@ def _climb(
     if not lhs.size or not rhs.size:
         return Reason(Code.EMPTY, where)
     return dot_dims(op.params["dimension_numbers"], (len(lhs.shape), len(rhs.shape)), RESULT, dim)
+
+
+def _readers(flow: Dataflow, index: int) -> set[int]:
+    """The operations that read what an operation makes; -1 of a result of the program."""
+    return {user for value in flow.ops[index].outputs for user in flow.users[value]}
 
 
 def _follows_from_dot(flow: Dataflow, index: int) -> bool:

@@ -507,6 +507,26 @@ def test_a_boolean_gather_is_kept_until_it_is_a_number() -> None:
     assert len(outcome.report.sites) == 1
 
 
+def test_weights_that_are_gathered_together_may_be_unpacked() -> None:
+    """As ``k, v = all_gather(kv)``: with jax 0.12 an operation of its own."""
+
+    def body(x: Any, pair: Any) -> Any:
+        a, b = lax.all_gather(pair, "x", axis=1, tiled=True)
+        return jnp.tanh(x @ a) * (x @ b)
+
+    x, pair = RNG.normal(size=(4, 3, 8)), RNG.normal(size=(4, 2, 2, 5))
+    arguments = (x.astype(np.float32), pair.astype(np.float32))
+
+    def exact(x: Any, whole: Any) -> Any:
+        return np.tanh(x @ whole[0]) * (x @ whole[1])
+
+    outcome = spmd.run_both(body, arguments)
+    (site,) = outcome.report.sites
+    assert site.rewritten and len(site.dots) == 2
+    whole = np.concatenate(wide(arguments[1]), axis=1)
+    spmd.assert_as_good(outcome, [exact(each, whole) for each in wide(arguments[0])])
+
+
 def explicit_program() -> tuple[Any, tuple[Any, ...], Any]:
     """A gather over a manual axis of a value whose type is sharded over another axis, an Explicit one."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto, AxisType.Explicit))
@@ -539,6 +559,7 @@ def test_values_that_are_also_sharded_over_an_explicit_axis_are_kept() -> None:
         overlapped = overlap.overlap_collectives(jitted, policy="always", strict=True, hardware="tpu_v5p")
         (site,) = overlapped.explain(*arguments).sites
         assert not site.rewritten and site.reason == "explicit_sharding"
+        assert (site.operand, site.result) == ("f32[3,4]", "f32[12,4]"), "all of each type, for people"
         np.testing.assert_allclose(overlapped(*arguments), exact, atol=1e-4)
 
 

@@ -480,6 +480,19 @@ def test_the_other_part_of_a_split_in_use_keeps_the_site() -> None:
     assert "split" in site.sentence
 
 
+def test_a_partial_sum_that_a_norm_s_gradient_reads_escapes_whatever_is_reduced_beside_it() -> None:
+    """The scale's gradient adds up a product of it; so does, on another way, the norm's derivative."""
+
+    def body(dy: Any, w: Any, x: Any, scale: Any) -> Any:
+        dx = dy @ w
+        along = (dx * x * scale).sum(-1, keepdims=True)
+        return lax.psum_scatter(dx * scale - x * along, "x", tiled=True), (dx * x).sum(0)
+
+    arguments = stacked((8, 5), (5, 6), (8, 6), (6,))
+    (site,) = spmd.run_both(body, arguments).report.sites
+    assert (site.kind, site.rewritten, site.reason) == ("reduce_scatter", False, "partial_sum_escapes")
+
+
 @VMA
 @pytest.mark.parametrize(
     "f", [jax.nn.softmax, jax.nn.log_softmax, jax.nn.logsumexp], ids=lambda f: f.__name__
