@@ -29,7 +29,7 @@ def every_work(chain: PlainChain, hardware: Hardware) -> Iterator[tuple[RingWork
 def test_a_scatter_reads_blocks_of_the_operand_with_the_scattered_dim(
     pattern: Literal["dot_reduce_scatter", "dot_psum"], tpu: str
 ) -> None:
-    """However narrow the strips of the other operand: of 16 columns on 4 devices they are the lesser share."""
+    """However narrow the strips of the other operand: of 16 columns on 4 devices they are less."""
     narrower = 0
     for cut in ("m", "n"):
         chain = chain_of(pattern, 8192, 4096, 8192, cut=cut)
