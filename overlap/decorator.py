@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, overload
@@ -130,6 +131,7 @@ class Overlapped:
         functools.update_wrapper(self, fun)
         self.original = fun if isinstance(fun, jax.stages.Wrapped) else jax.jit(fun)
         self.hardware = hardware.hardware
+        self._decorated_with = hardware, policy, strict
         self._options = _jit_options(self.original)
         _check_referable(self.original.__wrapped__)
         self._rewriter = Rewriter(
@@ -184,6 +186,20 @@ class Overlapped:
     def __deepcopy__(self, memo: Any) -> Overlapped:
         """Itself, as of any function."""
         return self
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Pickled by its name, as any function, if it has one; else the function, jitted and decorated anew.
+
+        Of a jitted function that was pickled jax keeps no more than that it can be called.
+        """
+        module, name = getattr(self, "__module__", None), getattr(self, "__qualname__", "")
+        if module != "__main__" and _named(module, name) is self:
+            return str(name)
+        return _made_anew, (
+            self.original.__wrapped__,
+            {**self._options.kwargs},
+            *self._decorated_with,
+        )
 
     def __repr__(self) -> str:
         return f"<overlap_collectives of {self.original!r}>"
@@ -318,6 +334,21 @@ class _Method:
         return f"<bound method {self.__func__!r} of {self.__self__!r}>"
 
 
+def _made_anew(
+    fun: Callable[..., Any], options: dict[str, Any], hardware: GivenHardware, policy: Policy, strict: bool
+) -> Overlapped:
+    """What was pickled."""
+    return Overlapped(jax.jit(fun, **options), hardware, policy, strict)
+
+
+def _named(module: str | None, name: str) -> Any:
+    """What a module has of such a qualified name; None if nothing."""
+    found: Any = sys.modules.get(module or "")
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
 def _check_referable(fun: Any) -> None:
     """Refuses a callable that takes no weak references: jitted a second time, it ends the process.
 
@@ -358,6 +389,12 @@ def _jit_options(fun: Any) -> shims.JitOptions:
     if shims.is_jitted(fun):
         with contextlib.suppress(AttributeError):
             return shims.jit_options(fun)
+    if not hasattr(fun, "__wrapped__"):
+        raise TypeError(
+            "overlap_collectives was given a jitted function that was pickled and read back: jax keeps "
+            "neither the function nor its options then. Pickle the function, and jit and decorate it "
+            "where it is read; or decorate it first, and pickle that."
+        )
     raise RuntimeError(
         f"overlap_collectives cannot read the jit options (static arguments, donation, …) of {fun!r}: "
         f"jax {jax.__version__} keeps them elsewhere than the versions it was made for. Please report this."
