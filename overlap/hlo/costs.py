@@ -10,8 +10,8 @@ comparison of programs can show that it does not rest on that caution.
 
 What has no estimate is charged by the bytes it moves, over the HBM bandwidth, or 22 times that where all of
 it is in VMEM (scaling book, "All About Rooflines"). A slice reads only what it returns, and an update in
-place touches only the updated part. Scalars and other results of up to `TINY_BYTES` are free: they run on the
-scalar core, beside the rest.
+place touches only the updated part. Scalars and other results of up to `TINY_BYTES` are free, but for what is
+reduced to them: they run on the scalar core, beside the rest.
 
 On GPU and CPU, matmuls (dots, cuBLAS and oneDNN calls, fusions around a dot) take `cost_model.matmul_s`;
 every other kernel takes `KERNEL_S` and its bytes over the memory bandwidth. A Pallas kernel takes the cost
@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from cost_model import Hardware, Matmul, matmul_s
+from cost_model import Hardware, Matmul, dtype_bytes, matmul_s
 from overlap.hlo.module import Computation, Instruction, Module, Shape, estimated_cycles
 from overlap.hlo.timeline import Kind
 
@@ -38,6 +38,9 @@ VMEM_SPEED: Final = 22
 
 TINY_BYTES: Final = 4096
 """A result of at most one vector register: free where the compiler gives no estimate."""
+
+_READING: Final = frozenset({"fusion", "custom-call", "reduce", "reduce-window"})
+"""What may read much to make little."""
 
 Elementwise = Literal["estimated", "bandwidth"]
 """How elementwise work and copies with an estimate are charged; see above."""
@@ -137,7 +140,7 @@ class Costs:
         if kind == "matmul":
             matmuls_s = sum(matmul_s(m, self._hardware) for m in self._matmuls(computation, instruction))
             return Cost(max(matmuls_s, bytes_s), kind, does)
-        if _result_bytes(instruction.shape) <= TINY_BYTES and opcode != "fusion" and opcode != "custom-call":
+        if _result_bytes(instruction.shape) <= TINY_BYTES and opcode not in _READING:
             return Cost(0.0, kind, does)
         overhead_s = 0.0 if self._hardware.clock_hz else KERNEL_S
         return Cost(overhead_s + bytes_s, kind, does)
@@ -352,13 +355,12 @@ def _dot(lhs: Shape, rhs: Shape, result: Shape, dimensions: Dimensions | None) -
     for of, named in ((lhs, lhs_contracting + lhs_batch), (rhs, rhs_contracting + rhs_batch)):
         if beyond := [dim for dim in named if dim >= len(of.dims)]:
             raise ValueError(f"a dot names dimension {beyond[0]} of an operand with {len(of.dims)}")
-    return Matmul(
+    return _matmul(
+        (lhs, rhs, result),
         batch=math.prod(lhs.dims[d] for d in lhs_batch),
         m=_free(lhs.dims, lhs_contracting + lhs_batch),
         k=math.prod(lhs.dims[d] for d in lhs_contracting),
         n=_free(rhs.dims, rhs_contracting + rhs_batch),
-        dtype=dtype_name(lhs.dtype),
-        out_dtype=dtype_name(result.dtype),
     )
 
 
@@ -368,12 +370,27 @@ def _convolution(lhs: Shape, rhs: Shape, result: Shape, attributes: Mapping[str,
     output = labels[1].index("o") if labels and "o" in labels[1] else len(rhs.dims) - 1
     n = rhs.dims[output] if rhs.dims else 1
     groups = int(attributes.get("batch_group_count", "1"))
-    return Matmul(
+    return _matmul(
+        (lhs, rhs, result),
         m=math.prod(result.dims) // max(n, 1),
         k=math.prod(rhs.dims) // max(n, 1) // max(groups, 1),
         n=n,
-        dtype=dtype_name(lhs.dtype),
-        out_dtype=dtype_name(result.dtype),
+    )
+
+
+def _matmul(arrays: tuple[Shape, Shape, Shape], *, m: int, k: int, n: int, batch: int = 1) -> Matmul:
+    """The matmul of these operands and result, in the wider of the operands' types."""
+    left, right, out = (dtype_name(array.dtype) for array in arrays)
+    wider = max((left, right), key=dtype_bytes)
+    return Matmul(
+        m=m,
+        k=k,
+        n=n,
+        batch=batch,
+        dtype=wider,
+        out_dtype=out,
+        lhs_dtype=None if left == wider else left,
+        rhs_dtype=None if right == wider else right,
     )
 
 

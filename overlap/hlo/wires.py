@@ -18,9 +18,16 @@ from overlap.hlo.moves import Move, Pairs
 ALL_PAIRS: Final = 32
 """Largest group of which the ways between all pairs are looked up."""
 
+
+def _broadcast_s(full_bytes: float, groups: Groups, topology: Topology) -> float:
+    """Seconds until every device has the whole array of one: of a gather it lacks (P-1)/P of it."""
+    size = max(map(len, groups))
+    return all_gather_s(full_bytes * size / (size - 1), groups, topology)
+
+
 _GROUP_SECONDS = {
     "all-gather": all_gather_s,
-    "collective-broadcast": all_gather_s,
+    "collective-broadcast": _broadcast_s,
     "reduce-scatter": reduce_scatter_s,
     "all-reduce": all_reduce_s,
     "all-to-all": all_to_all_s,
@@ -176,7 +183,12 @@ def group_links(topology: Topology, groups: Groups) -> tuple[Link, ...]:
 
 
 def _sent_bytes(operation: str, full_bytes: int, size: int) -> int:
-    """Bytes that each of `size` devices sends at least: (P-1)/P of the array, twice to reduce all."""
+    """Bytes that each of `size` devices sends at least: (P-1)/P of the array, twice to reduce all.
+
+    Of a broadcast the whole, once.
+    """
+    if operation == "collective-broadcast":
+        return full_bytes
     if operation == "all-reduce":
         return 2 * full_bytes * (size - 1) // size
     if operation == "all-to-all":

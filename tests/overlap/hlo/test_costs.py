@@ -147,6 +147,34 @@ def test_a_register_s_worth_is_free_and_more_is_not() -> None:
     assert added(TINY_BYTES // 4 + 1) > 0
 
 
+@pytest.mark.parametrize("name", ["h100", "cpu"])
+def test_what_little_is_reduced_from_much_reads_all_of_it(name: str) -> None:
+    hardware = by_name(name)
+    added = (
+        "%fused {\n  %p = f32[] parameter(0)\n  %q = f32[] parameter(1)\n  ROOT %s = f32[] add(%p, %q)\n}\n"
+    )
+    told = cost(
+        "  %a = f32[268435456]{0} parameter(0)\n  %z = f32[] constant(0)\n"
+        "  ROOT %r = f32[] reduce(%a, %z), dimensions={0}, to_apply=%fused",
+        hardware,
+        fused=added,
+    )
+    assert told.seconds == pytest.approx(2**30 / hardware.hbm_bytes_per_s, rel=0.05)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_dot_of_two_types_multiplies_in_the_wider_and_reads_each_as_it_is(swapped: bool) -> None:
+    left, right = ("bf16", "s8") if swapped else ("s8", "bf16")
+    told = cost(
+        f"  %a = {left}[512,512]{{1,0}} parameter(0)\n  %b = {right}[512,512]{{1,0}} parameter(1)\n"
+        "  ROOT %r = bf16[512,512]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        GPU,
+    )
+    narrow = {"rhs_dtype" if swapped else "lhs_dtype": "int8"}
+    expected = Matmul(m=512, k=512, n=512, dtype="bfloat16", **narrow)  # type: ignore[arg-type]
+    assert told.seconds == pytest.approx(matmul_s(expected, GPU))
+
+
 def test_a_cublas_call_is_the_matmul_of_its_dimension_numbers() -> None:
     numbers = (
         '{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["1"],'

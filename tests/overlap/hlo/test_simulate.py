@@ -236,6 +236,15 @@ def test_an_all_reduce_of_which_each_keeps_its_part_is_priced_as_a_reduce_scatte
         assert any("priced as a reduce-scatter" in sentence for sentence in timeline.assumptions)
 
 
+@pytest.mark.parametrize("devices", [2, 4])
+def test_a_broadcast_brings_the_whole_array_to_every_device(devices: int) -> None:
+    group = ",".join(map(str, range(devices)))
+    told = timed(f"  %b = {X} collective-broadcast(%x), replica_groups={{{{{group}}}}}, channel_id=1\n")
+    # Half of it either way round the ring.
+    assert told.exposed_s == pytest.approx(HOP_S / 2)
+    assert told.collectives[0].bytes_on_wire == X_BYTES
+
+
 def test_an_all_reduce_that_something_else_uses_stays_one() -> None:
     expected_s = all_reduce_s(X_BYTES, ((0, 1, 2, 3),), RING)
     for rest in (work("m", "r", 20) + CUT, CUT + work("m", "r", 20), work("m", "r", 20)):
