@@ -136,11 +136,14 @@ def layer_bytes(
 def intensity(hardware: Hardware, dtype: str = "bfloat16") -> float:
     """C/W: FLOPs that a device does while one byte passes a mesh axis's links. 2550 on v5p.
 
+    Both ways round of a torus's axis; behind a switch what is gathered comes over each device's links once.
+
     Raises:
       TypeError: the hardware is none (a name: see `by_name`).
     """
     check_hardware(hardware)
-    return hardware.flops_for(dtype) / (2 * hardware.axis_bytes_per_s)
+    ways = 1 if hardware.network == "switch" else 2
+    return hardware.flops_for(dtype) / (ways * hardware.axis_bytes_per_s)
 
 
 def data_tokens_per_device(hardware: Hardware, *, axes: int = 1, dtype: str = "bfloat16") -> float:

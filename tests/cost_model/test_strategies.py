@@ -55,6 +55,15 @@ class TestTheBook:
     def test_a_v5p_does_2550_flops_per_byte_of_an_axis(self) -> None:
         assert intensity(V5P) == pytest.approx(2550)
 
+    @pytest.mark.parametrize("name", ["h100", "tpu_v5p"])
+    def test_a_byte_of_a_gathered_array_takes_as_long_as_those_flops(self, name: str) -> None:
+        """Of many devices, of which each lacks nearly all of it."""
+        hardware = replace(by_name(name), switch_devices=0)
+        seconds_per_byte = Axis(hardware, 1024).all_gather_s(1e12) / 1e12
+        assert intensity(hardware) == pytest.approx(
+            hardware.flops_for("bfloat16") * seconds_per_byte, rel=0.002
+        )
+
     def test_data_parallelism_needs_2550_tokens_per_chip_on_one_axis_and_850_on_three(self) -> None:
         assert data_tokens_per_device(V5P) == pytest.approx(2550)
         assert data_tokens_per_device(V5P, axes=3) == pytest.approx(850)
