@@ -71,10 +71,11 @@ def copied_sum_s(total_bytes: float, element_bytes: float, axis: Axis, blocks: B
 
 
 def gather_after(total_bytes: float, element_bytes: float, axis: Axis, blocks: Blocks = "rows") -> Estimate:
-    """Prices the second half of a psum in one column: an all_gather, the same before and after.
+    """Prices the second half of a psum in one column: an all_gather.
 
-    After, its shards are copied to where they are needed. Where another core runs the original's all_reduce,
-    its sum is copied just so.
+    After it, its shards are copied to where they are needed. As written it is what an all_reduce takes longer
+    than a reduce_scatter: as long, but of few bytes, which each device may send whole to all others. Where
+    another core runs the original's all_reduce, its sum is copied just as the shards are.
 
     Args:
       total_bytes: of the whole sum.
@@ -84,9 +85,10 @@ def gather_after(total_bytes: float, element_bytes: float, axis: Axis, blocks: B
     """
     gather_s, as_written_s = axis.all_gather_s(total_bytes), copied_sum_s(total_bytes, element_bytes, axis)
     copy_s = copied_sum_s(total_bytes, element_bytes, axis, blocks)
+    second_s = axis.all_reduce_s(total_bytes) - axis.reduce_scatter_s(total_bytes)
     return Estimate(
         dot_s=0.0,
-        collective_s=gather_s + (as_written_s if "all_reduce" in axis.hardware.offloaded else 0.0),
+        collective_s=second_s + (as_written_s if "all_reduce" in axis.hardware.offloaded else 0.0),
         partials_s=copy_s,
         hops_s=0.0,
         hop_latency_s=0.0,

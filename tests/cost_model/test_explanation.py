@@ -337,6 +337,17 @@ def test_no_term_of_a_psum_is_negative_in_any_form(hardware: str, m: int, k: int
         assert min(each.step_dots_s, each.prologue_s, each.steady_s, each.epilogue_s) >= 0, each.form
 
 
+@pytest.mark.parametrize("hardware", ["tpu_v5e", "tpu_v5p", "h100"])
+@pytest.mark.parametrize(("m", "columns"), [(16, False), (8192, False), (8192, True)])
+def test_a_psum_as_written_takes_as_long_as_the_all_reduce(hardware: str, m: int, columns: bool) -> None:
+    """Of few bytes each device may send its whole array to all others: not two collectives in turn."""
+    axis = Axis(by_name(hardware), 8)
+    chain = chain_of("dot_psum", m, 4096, 2048)
+    form = Form(columns=4, across=True) if columns else Form()
+    assert price(chain, form, axis).collective_s == pytest.approx(axis.all_reduce_s(m * 2048 * 2))
+    assert explain(chain, axis).collective.seconds == pytest.approx(axis.all_reduce_s(m * 2048 * 2))
+
+
 class TestBreakEven:
     def test_either_side_of_a_crossing_has_its_sign(self) -> None:
         tokens, sizes, bandwidth = break_evens(lambda m: gather(m), RING, 8192)
