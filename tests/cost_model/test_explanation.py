@@ -372,6 +372,19 @@ class TestBreakEven:
             hardware = dataclasses.replace(V5P, link_bytes_per_s=speed)
             assert explain(gather(), Axis(hardware, 16)).pays is paying
 
+    def test_a_network_between_hosts_is_as_many_times_as_fast_as_the_links(self) -> None:
+        h100 = by_name("h100")
+        *_, bandwidth = break_evens(lambda m: gather(m, 8192, 8192), Axis.of_size(16, h100), 8192)
+        for speed, priced in bandwidth.points:
+            factor = speed / h100.axis_bytes_per_s
+            faster = dataclasses.replace(
+                h100,
+                link_bytes_per_s=factor * h100.link_bytes_per_s,
+                dcn_bytes_per_s=factor * h100.dcn_bytes_per_s,
+            )
+            found = explain(gather(8192, 8192, 8192), Axis.of_size(16, faster)).best.estimate
+            assert priced.collective_s == pytest.approx(found.collective_s)
+
     def test_hardware_that_overlaps_nothing_never_pays(self) -> None:
         found = break_evens(lambda m: gather(m, 512, 512), Axis(by_name("cpu"), 4), 512)
         assert {each.pays for each in found} == {"never"}

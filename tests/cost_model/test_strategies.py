@@ -456,6 +456,9 @@ class TestTheSplit:
             assert step.step_s("plain") > step.step_s("ideal")
             sent = B // count * D * 2
             assert step.boundary_s == pytest.approx(sent / 9e10)
+            # Activations forth and their gradients back, in every slot.
+            boundaries_s = (count + 3) * 2 * step.boundary_s
+            assert step.step_s("plain") == pytest.approx(step.step_s("ideal") + boundaries_s)
 
     def test_pods_add_their_all_reduce(self) -> None:
         model = Model(layers=2, d_model=D, d_ff=F, tokens=2**20)

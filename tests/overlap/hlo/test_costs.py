@@ -107,6 +107,18 @@ def test_a_slice_costs_what_it_returns() -> None:
     assert told.seconds == pytest.approx(2 * 2 * 64 * 1024 / HBM)
 
 
+def test_what_a_fusion_reads_twice_it_fetches_once() -> None:
+    fused = f"""%fused {{
+  %p = {A} parameter(0)
+  %n = {A} negate(%p)
+  ROOT %m = {A} multiply(%p, %n)
+}}
+"""
+    told = cost(f"  %a = {A} parameter(0)\n  ROOT %f = {A} fusion(%a), kind=kLoop, calls=%fused", fused=fused)
+    elsewhere = cost(f"  %a = {A} parameter(0)\n  ROOT %f = {A} negate(%a)")
+    assert told.seconds == pytest.approx(elsewhere.seconds), "read and written once"
+
+
 def test_a_fusion_that_updates_in_place_a_slice_of_another_value() -> None:
     fused = f"""%fused {{
   %p = {A} parameter(0)

@@ -186,6 +186,20 @@ def test_an_asynchronous_all_gather_hides_behind_compute() -> None:
     assert timeline.collectives[0].opcode == "all-gather"
 
 
+def test_a_gather_has_none_of_its_links_before_all_of_them_are_free() -> None:
+    """So that what follows it on a link that was free waits as long as on the others."""
+    timeline = timed(
+        start("p", "x")
+        + f"  %g = ({X}, f32[13500000]{{0}}) all-gather-start(%x), {ALL}, dimensions={{0}}\n"
+        + start("q", "x", LEFT)
+        + done("d", "p")
+        + "  %h = f32[13500000]{0} all-gather-done(%g)\n"
+        + done("e", "q")
+    )
+    takes_s = all_gather_s(4 * X_BYTES, ((0, 1, 2, 3),), RING)
+    assert timeline.total_s == pytest.approx(HOP_S + takes_s + HOP_S)
+
+
 def test_a_generic_asynchronous_start_is_what_it_wraps() -> None:
     wrapped = f"""%wrapped {{
   %p = {X} parameter(0)
@@ -251,6 +265,8 @@ def test_an_all_reduce_that_something_else_uses_stays_one() -> None:
         timeline = timed(REDUCE + rest, SUM)
         assert timeline.exposed_s == pytest.approx(expected_s)
         assert timeline.collectives[0].bytes_on_wire == 2 * X_BYTES * 3 // 4
+    timeline = timed(REDUCE + CUT + f"  %b = {X} bitcast(%r)\n", SUM)
+    assert timeline.collectives[0].bytes_on_wire == 2 * X_BYTES * 3 // 4, "it is the result, too"
     half = "  %c = f32[1687500]{0} dynamic-slice(%r, %i), dynamic_slice_sizes={1687500}\n"
     assert timed(REDUCE + half, SUM).exposed_s == pytest.approx(expected_s)
 
