@@ -142,14 +142,14 @@ def gather_sizes(
     def dots(share: Fraction, strip: Fraction) -> tuple[Matmul, ...]:
         return _matmuls(flow, chain, share, None if cut is None or strip == 1 else (cut, strip), rounded)
 
-    operands = [flow.ops[dot.op].inputs for dot in chain.dots]
+    lefts = [flow.ops[dot.op].inputs[0] for dot in chain.dots]
     return GatherSizes(
         dots=dots,
         sent_bytes=wire.size * sent.itemsize,
         gathered_bytes=gathered_bytes,
         accumulator=max(sums, key=lambda dtype: dtype.itemsize).name if sums else "float32",
         # Of an array that is multiplied with itself both operands travel.
-        sides=tuple("lhs" if inputs[0] in chain.blocked else "rhs" for inputs in operands),
+        sides=tuple("lhs" if isinstance(lhs, int) and lhs in chain.blocked else "rhs" for lhs in lefts),
         hands_out_gathered=bool(chain.handed_out),
         starts_implied=on_torus and not may_start_explicitly(flow, chain),
         before=before,

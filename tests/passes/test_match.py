@@ -527,6 +527,19 @@ def test_weights_that_are_gathered_together_may_be_unpacked() -> None:
     spmd.assert_as_good(outcome, [exact(each, whole) for each in wide(arguments[0])])
 
 
+def test_a_dot_with_a_number_is_priced_like_any_other() -> None:
+    """The number is no value of the program, but written into it."""
+
+    def body(x: Any) -> Any:
+        return lax.dot_general(2.0, gather(x), (((), ()), ((), ())), preferred_element_type=jnp.float32)
+
+    x = RNG.normal(size=(4, 3, 8)).astype(np.float32)
+    outcome = spmd.run_both(body, (x,), policy="auto", hardware="tpu_v5p")
+    (site,) = outcome.report.sites
+    assert site.estimate is not None, "it is priced"
+    spmd.assert_as_good(outcome, [2 * np.concatenate(wide(x))] * 4)
+
+
 def explicit_program() -> tuple[Any, tuple[Any, ...], Any]:
     """A gather over a manual axis of a value whose type is sharded over another axis, an Explicit one."""
     mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Auto, AxisType.Explicit))
