@@ -337,8 +337,8 @@ def _shard_reductions(flow: Dataflow, sinking: Sinking, members: set[int]) -> tu
     replaced = members | set(sinking.reductions)
     absorbed: list[int] = []
     for block in reversed(sinking.ops):
-        users = [user for value in flow.ops[block.op].outputs for user in flow.users[value]]
-        if block.op not in members and users and all(user in replaced for user in users):
+        users = flow.readers(block.op)
+        if block.op not in members and users and users <= replaced:
             absorbed.append(block.op)
             replaced.add(block.op)
     makers, left = _makers(flow, sinking.ops), set(absorbed)

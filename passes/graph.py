@@ -213,6 +213,10 @@ class Dataflow:
             if isinstance(operand, int) and operand in producer:
                 yield producer[operand]
 
+    def readers(self, index: int) -> set[int]:
+        """The operations that read what an operation makes; -1 of a result of the program."""
+        return {user for value in self.ops[index].outputs for user in self.users[value]}
+
     def aval(self, operand: Operand) -> Any:
         """The type of an operand."""
         return self.avals[operand] if isinstance(operand, int) else operand.aval

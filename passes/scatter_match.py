@@ -41,7 +41,7 @@ def find_scatter_chain(flow: Dataflow, collective: Collective) -> DotReduceScatt
             continue
         climbed.append(BlockOp(index, step))
         taken.add(index)
-        if flow.ops[index].name.startswith("reduce_") or _readers(flow, index) <= reduced:
+        if flow.ops[index].name.startswith("reduce_") or flow.readers(index) <= reduced:
             reduced.add(index)
         # A dot reads its operands as a whole: what else they are cut for ends here.
         dims = (None, None) if isinstance(step, DotDims) else step.operand_dims
@@ -79,7 +79,7 @@ def _climb(
     if shims.has_effects(op.eqn):
         return Reason(Code.NO_DOT, where)
     (dim, *others) = set[int | None]().union(*(asked.get(value, ()) for value in op.outputs))
-    users = _readers(flow, index)
+    users = flow.readers(index)
     if others or dim is None or not users <= taken:
         # What is only reduced on the way, such as a bias's gradient, would be no matmul even if not shared.
         escapes = not users & taken <= reduced and _follows_from_dot(flow, index)
@@ -93,11 +93,6 @@ def _climb(
     if not lhs.size or not rhs.size:
         return Reason(Code.EMPTY, where)
     return dot_dims(op.params["dimension_numbers"], (len(lhs.shape), len(rhs.shape)), RESULT, dim)
-
-
-def _readers(flow: Dataflow, index: int) -> set[int]:
-    """The operations that read what an operation makes; -1 of a result of the program."""
-    return {user for value in flow.ops[index].outputs for user in flow.users[value]}
 
 
 def _follows_from_dot(flow: Dataflow, index: int) -> bool:

@@ -101,7 +101,7 @@ def _in_final_form(flow: Dataflow, index: int) -> int:
     """The last of the operations by which a result changes its form, where nothing else reads it."""
     last = index
     while True:
-        users = {user for value in flow.ops[last].outputs for user in flow.users[value]}
+        users = flow.readers(last)
         if len(users) != 1 or -1 in users:
             return last
         (user,) = users
