@@ -66,6 +66,11 @@ def is_blockwise(primitive: str) -> bool:
     return primitive in _RULES
 
 
+def is_elementwise(primitive: str) -> bool:
+    """Whether every element of the result is made of those at its place in the operands."""
+    return primitive in _RULES and _RULES[primitive].dims is _elementwise
+
+
 def is_fusible(primitive: str) -> bool:
     """Whether compilers may make it part of whatever reads its result: elementwise, or another form."""
     return primitive in _FUSIBLE

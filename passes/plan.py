@@ -21,6 +21,7 @@ from passes.invariance import Invariance, mapped_axes
 from passes.loops import LOOPS
 from passes.made_again import MadeAgain, made_again, read_by_rings
 from passes.match import match_dataflow
+from passes.merged_dims import kept_apart, merges
 from passes.network import Network
 from passes.reasons import Code, Reason
 from passes.scattered_first import scattered_first, sums_before_scatters
@@ -384,6 +385,27 @@ class _Planner:
         if key in self.plans:
             return self.plans[key]
         flow = dataflow(jaxpr, differentiable=self.differentiable)
+
+        def planned(flow: Dataflow) -> Plan:
+            return self._planned(
+                flow, path, steady, lasting, replaceable=replaceable, mapped=mapped, alike=alike
+            )
+
+        self.plans[key] = _dims_apart(flow, planned) if replaceable else planned(flow)
+        return self.plans[key]
+
+    def _planned(
+        self,
+        flow: Dataflow,
+        path: str,
+        steady: frozenset[int] | None,
+        lasting: frozenset[int],
+        *,
+        replaceable: bool,
+        mapped: _Mapped | None,
+        alike: _Alike,
+    ) -> Plan:
+        """The plan of a jaxpr's graph; see `plan`."""
         bodies: dict[int, dict[str, tuple[Plan, ...]]] = {}
         opaque: dict[int, tuple[Plan, ...]] = {}
         same = _steady_values(flow, steady)
@@ -419,8 +441,7 @@ class _Planner:
             replicas = invariance if plan.flow is flow else Invariance(plan.flow, alike.of(plan.flow))
             return self._decided(plan, replaceable, mapped, replicas, again, alike.apart)
 
-        self.plans[key] = _scattering_first(undecided, decided) if replaceable else decided(undecided)
-        return self.plans[key]
+        return _scattering_first(undecided, decided) if replaceable else decided(undecided)
 
     def _bodies(
         self,
@@ -513,6 +534,30 @@ class _Planner:
                 else Network(hardware, mapped.mesh, mapped.axes, mapped.check_vma)
             )
         return self.networks[key]
+
+
+def _dims_apart(flow: Dataflow, planned: Callable[[Dataflow], Plan]) -> Plan:
+    """The plan of a graph, with merged dims apart if one of the collectives concerned becomes a ring then.
+
+    If none does, the graph stays as it is, and the report says why none does.
+    """
+    found = merges(flow)
+    if not found:
+        return planned(flow)
+    concerned = {id(flow.ops[merge.collective].eqn) for merge in found}
+    apart = planned(kept_apart(flow, found))
+    told = {id(apart.flow.ops[d.collective.op].eqn): d for d in apart.decisions}
+    if any(told[eqn].rewritten for eqn in concerned):
+        return apart
+    plan = planned(flow)
+
+    def explained(decision: Decision) -> Decision:
+        eqn = id(plan.flow.ops[decision.collective.op].eqn)
+        if eqn not in concerned or decision.reason.code is not Code.NO_DOT:
+            return decision
+        return dataclasses.replace(decision, reason=told[eqn].reason, estimate=told[eqn].estimate)
+
+    return dataclasses.replace(plan, decisions=tuple(map(explained, plan.decisions)))
 
 
 def _scattering_first(plan: Plan, decided: Callable[[Plan], Plan]) -> Plan:
