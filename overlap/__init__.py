@@ -3,9 +3,13 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from overlap.decorator import Overlapped, overlap_collectives
-from overlap.report import Report
-from passes import Site
+from overlap.parts import check_parts
+
+check_parts()
+
+from overlap.decorator import Overlapped, overlap_collectives  # noqa: E402
+from overlap.report import Report  # noqa: E402
+from passes import Site  # noqa: E402
 
 if TYPE_CHECKING:
     from overlap import hlo as hlo
