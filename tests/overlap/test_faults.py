@@ -461,13 +461,19 @@ def called_later() -> dict[types.CodeType, int]:
         "_marks",
         "_aligned",
     )
-    return {
-        code: forward[code]
+    later = [
+        code
         for code in both
         if both[code] > forward[code]
         and not code.co_flags & inspect.CO_GENERATOR
         and code.co_qualname not in nets
         and not code.co_qualname.startswith(theirs)
+    ]
+    # Into the cost model there are few ways: one function of each of its modules.
+    of_module = {code.co_filename: code for code in later}
+    priced = [code for code in later if "cost_model" in code.co_filename]
+    return {
+        code: forward[code] for code in later if code not in priced or of_module[code.co_filename] is code
     }
 
 

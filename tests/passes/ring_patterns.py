@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -211,6 +212,17 @@ def pairwise(options: dict[str, tuple[Any, ...]], seed: int = 0) -> Iterator[dic
         best = max(tried, key=lambda choice: len(missing & pairs(choice)))
         missing -= pairs(best)
         yield best
+
+
+def few(**options: Iterable[Any]) -> list[Any]:
+    """A test's parameters: few combinations in which every two choices occur together."""
+    chosen = pairwise({name: tuple(values) for name, values in options.items()})
+    return [pytest.param(*c.values(), id="-".join(_labels(c.values()))) for c in chosen]
+
+
+def _labels(values: Iterable[Any]) -> Iterator[str]:
+    for value in values:
+        yield from map(str, value if isinstance(value, tuple) else (value,))
 
 
 def orders_of(count: int, axis_size: int, seed: int = 1) -> tuple[tuple[int, ...], ...]:

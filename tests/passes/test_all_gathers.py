@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from tests.passes.ring_patterns import (
     as_ring,
     assert_gradients_and_vmap,
     assert_values,
+    few,
     jitted,
 )
 from tests.passes.tpu_process import told_by
@@ -35,21 +35,22 @@ def in_turn(pieces: int, *, across: bool = False) -> RingSchedule:
     return RingSchedule(directions=1, route="all_gather", chains=pieces, across=across)
 
 
-def cases() -> Iterator[Any]:
-    for across, names in ((False, ROWS), (True, STRIPS)):
-        for name in names:
-            for pieces in (1, 2, 4):
-                for axis_size in (2, 3):
-                    if across and pieces == 1:
-                        continue
-                    label = f"{name}-{pieces}-{axis_size}{'-across' * across}"
-                    yield pytest.param(name, axis_size, in_turn(pieces, across=across), id=label)
+CASES = [(name, in_turn(pieces)) for name in ROWS for pieces in (1, 2, 4)] + [
+    (name, in_turn(pieces, across=True)) for name in STRIPS for pieces in (2, 4)
+]
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16"])
-@pytest.mark.parametrize(("name", "axis_size", "schedule"), list(cases()))
-def test_values(name: str, axis_size: int, schedule: RingSchedule, dtype: str, check_vma: bool) -> None:
+@pytest.mark.parametrize(
+    ("case", "axis_size", "dtype", "check_vma"),
+    few(
+        case=CASES,
+        axis_size=(2, 3),
+        dtype=("float32", "int32", "bfloat16"),
+        check_vma=(True, False),
+    ),
+)
+def test_values(case: tuple[str, RingSchedule], axis_size: int, dtype: str, check_vma: bool) -> None:
+    name, schedule = case
     jaxpr = assert_values(name, axis_size, BLOCK, schedule, dtype, check_vma=check_vma)
     assert not hops(jaxpr, "ppermute")
     assert hops(jaxpr, "all_gather") == schedule.chains

@@ -35,6 +35,7 @@ from tests.passes.ring_patterns import (
     assert_gradients_and_vmap,
     assert_values,
     exact,
+    few,
     jitted,
 )
 from tests.passes.tpu_process import multiplies, told_by
@@ -48,7 +49,7 @@ def in_turn(pieces: int, *, across: bool = False) -> RingSchedule:
     return RingSchedule(directions=1, route="all_reduce", chains=pieces, across=across)
 
 
-def cases() -> Iterator[Any]:
+def cases() -> Iterator[tuple[str, int, RingSchedule]]:
     for name, pattern in PATTERNS.items():
         kind = name.split("_")[0]
         if name == "psum_then_dot":
@@ -58,14 +59,14 @@ def cases() -> Iterator[Any]:
                 for across in (False, True) if name in ACROSS and pieces > 1 else (False,):
                     if pieces > 1 and not (pattern.tiled or across):
                         continue
-                    label = f"{name}-{pieces}-{axis_size}{'-across' * across}"
-                    yield pytest.param(name, axis_size, in_turn(pieces, across=across), id=label)
+                    yield name, axis_size, in_turn(pieces, across=across)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "int32"])
-@pytest.mark.parametrize(("name", "axis_size", "schedule"), list(cases()))
-def test_values(name: str, axis_size: int, schedule: RingSchedule, dtype: str, check_vma: bool) -> None:
+@pytest.mark.parametrize(
+    ("case", "dtype", "check_vma"), few(case=cases(), dtype=("float32", "int32"), check_vma=(True, False))
+)
+def test_values(case: tuple[str, int, RingSchedule], dtype: str, check_vma: bool) -> None:
+    name, axis_size, schedule = case
     jaxpr = assert_values(name, axis_size, BLOCK, schedule, dtype, check_vma=check_vma)
     kept = ("ppermute", "all_gather", "all_gather_invariant", "reduce_scatter")
     assert not any(hops(jaxpr, primitive) for primitive in kept)

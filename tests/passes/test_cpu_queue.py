@@ -30,6 +30,7 @@ from tests.passes.ring_patterns import (
     as_ring,
     assert_gradients_and_vmap,
     assert_values,
+    few,
     jitted,
 )
 
@@ -42,16 +43,22 @@ def late(chains: int, directions: Any = 1) -> RingSchedule:
     return RingSchedule(directions=directions, chains=chains, late=True)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])
-@pytest.mark.parametrize("axis_size", [2, 4, 5])
+CASES = [(name, late(1)) for name in GATHERS] + [
+    (name, schedule) for name in TILED for schedule in (late(2), late(1, 2))
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "schedule"),
-    [(name, late(1)) for name in GATHERS]
-    + [(name, schedule) for name in TILED for schedule in (late(2), late(1, 2))],
-    ids=str,
+    ("case", "axis_size", "dtype", "check_vma"),
+    few(
+        case=CASES,
+        axis_size=(2, 4, 5),
+        dtype=("float32", "bfloat16", "int32"),
+        check_vma=(True, False),
+    ),
 )
-def test_values(name: str, schedule: RingSchedule, axis_size: int, dtype: str, check_vma: bool) -> None:
+def test_values(case: tuple[str, RingSchedule], axis_size: int, dtype: str, check_vma: bool) -> None:
+    name, schedule = case
     jaxpr = assert_values(name, axis_size, BLOCK, schedule, dtype, check_vma=check_vma)
     last = 2 if name in TILED else 1
     assert hops(jaxpr, "ppermute") == (axis_size - 2 + last) * schedule.pieces

@@ -13,7 +13,7 @@ from passes.reduce_scatters import goes_by_reduce_scatters
 from passes.schedule import RingSchedule
 from tests.passes import bodies
 from tests.passes.hop_count import hops
-from tests.passes.ring_patterns import PATTERNS, assert_gradients_and_vmap, assert_values
+from tests.passes.ring_patterns import PATTERNS, assert_gradients_and_vmap, assert_values, few
 
 BLOCK = 9
 STRIPS = ("scatter", "scatter_columns")
@@ -23,12 +23,17 @@ def in_turn(pieces: int) -> RingSchedule:
     return RingSchedule(directions=1, route="reduce_scatter", chains=pieces, across=True)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "int32", "bfloat16"])
-@pytest.mark.parametrize("axis_size", [2, 3])
-@pytest.mark.parametrize("pieces", [2, 3, 4])
-@pytest.mark.parametrize("name", STRIPS)
-def test_values(name: str, pieces: int, axis_size: int, dtype: str, check_vma: bool) -> None:
+@pytest.mark.parametrize(
+    ("case", "axis_size", "dtype", "check_vma"),
+    few(
+        case=[(name, pieces) for name in STRIPS for pieces in (2, 3, 4)],
+        axis_size=(2, 3),
+        dtype=("float32", "int32", "bfloat16"),
+        check_vma=(True, False),
+    ),
+)
+def test_values(case: tuple[str, int], axis_size: int, dtype: str, check_vma: bool) -> None:
+    name, pieces = case
     jaxpr = assert_values(name, axis_size, BLOCK, in_turn(pieces), dtype, check_vma=check_vma)
     assert not hops(jaxpr, "ppermute")
     assert hops(jaxpr, "reduce_scatter") == pieces

@@ -32,6 +32,7 @@ from tests.passes.ring_patterns import (
     assert_close,
     assert_values,
     exact,
+    few,
     jitted,
     options_of,
     pairwise,
@@ -124,13 +125,14 @@ def test_a_narrow_wire_rounds_once_per_hop(form: Any) -> None:
 # Walks, on eight chips or on four with two cores.
 
 
-@pytest.mark.parametrize("dimensions", [3, 2])
 @pytest.mark.parametrize(
-    ("name", "form"),
+    ("name", "form", "dimensions"),
     [
-        pytest.param(name, form, id=f"{name}-{'-'.join(form)}")
-        for name, pattern in PATTERNS.items()
-        for form in ({}, {"joined": True}, {"across": True, "wire": "operand"}, {"chains": 2})
+        pytest.param(name, form, 3 - (place + number) % 2, id=f"{name}-{'-'.join(form)}")
+        for place, (name, pattern) in enumerate(PATTERNS.items())
+        for number, form in enumerate(
+            ({}, {"joined": True}, {"across": True, "wire": "operand"}, {"chains": 2})
+        )
         if pattern.tiled and set(form) <= set(options_of(name))
     ],
 )
@@ -184,31 +186,35 @@ def test_walks_are_neither_rolled_nor_turned_round(other: dict[str, Any]) -> Non
 # Whole shards both ways, each half way round.
 
 
-@pytest.mark.parametrize("axis_size", [2, 3, 4, 5, 8])
+HALVED = [name for name, pattern in PATTERNS.items() if pattern.tiled and name.startswith("gather")]
+
+
 @pytest.mark.parametrize(
-    ("name", "form", "dtype"),
-    [
-        pytest.param(name, form, dtype, id=f"{name}-{'-'.join(form) or 'plain'}-{dtype}")
-        for name, pattern in PATTERNS.items()
-        for form, dtype in (({}, "bfloat16"), ({"chains": 2}, "int32"), ({"cut": "apart"}, "float32"))
-        if pattern.tiled and name.startswith("gather")
-    ],
+    ("name", "form", "axis_size", "ordered"),
+    few(
+        name=HALVED,
+        form=("plain bfloat16", "chains int32", "apart float32"),
+        axis_size=(2, 3, 4, 5, 8),
+        ordered=(False, True),
+    ),
 )
-def test_whole_shards_half_way_round(name: str, form: dict[str, Any], dtype: str, axis_size: int) -> None:
+def test_whole_shards_half_way_round(name: str, form: str, axis_size: int, ordered: bool) -> None:
     """Of nine elements halves are not equal; along two orders each has a part of every shard."""
+    kind, dtype = form.split()
     pattern = PATTERNS[name]
+    options: dict[str, Any] = {"plain": {}, "chains": {"chains": 2}, "apart": {"cut": "apart"}}[kind]
+    orders = (tuple(range(axis_size))[::-1], tuple(range(axis_size))) if ordered else ()
     given_arguments = arguments(pattern.shapes(axis_size, 9), axis_size, dtype)
     function = jitted(pattern.body, len(given_arguments), axis_size)
-    for orders in ((), (tuple(range(axis_size))[::-1], tuple(range(axis_size)))):
-        schedule = RingSchedule(directions=2, halfway=True, orders=orders, **form)
-        with spmd.only_schedule(schedule):
-            ring = as_ring(function)
-            (site,) = ring.explain(*given_arguments).sites
-            results = ring(*given_arguments)
-            sent = hops(jax.make_jaxpr(ring)(*given_arguments))
-        assert site.rewritten and "half way" in site.schedule
-        assert sent == schedule.pieces * (axis_size // 2)
-        assert_close(results, exact(pattern, given_arguments), dtype)
+    schedule = RingSchedule(directions=2, halfway=True, orders=orders, **options)
+    with spmd.only_schedule(schedule):
+        ring = as_ring(function)
+        (site,) = ring.explain(*given_arguments).sites
+        results = ring(*given_arguments)
+        sent = hops(jax.make_jaxpr(ring)(*given_arguments))
+    assert site.rewritten and "half way" in site.schedule
+    assert sent == schedule.pieces * (axis_size // 2)
+    assert_close(results, exact(pattern, given_arguments), dtype)
 
 
 def test_a_gather_half_way_round_has_its_gradient() -> None:
