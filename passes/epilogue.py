@@ -144,11 +144,23 @@ def _followers(
 
 
 def _is_given(flow: Dataflow, value: Operand, start: int) -> bool:
-    """Whether an operand is an array that the program is given, no mask, and that nothing before reads."""
-    if value not in flow.given or flow.aval(value).dtype.itemsize <= 1:
+    """Whether an operand is an array that the program is given, no mask, and that nothing before reads.
+
+    It may be in another shape, as where dims are kept apart that the program is given merged.
+    """
+    if not isinstance(value, int) or flow.avals[value].dtype.itemsize <= 1:
         return False
-    first = flow.users[value][0]  # in program order; -1, of a result, comes last
-    return not 0 <= first < start
+    read: set[int] = set(flow.users[value])
+    while value not in flow.given:
+        maker = flow.producer.get(value)
+        if maker is None or flow.ops[maker].name != "reshape":
+            return False
+        (source,) = flow.ops[maker].inputs
+        if not isinstance(source, int):
+            return False
+        read |= set(flow.users[source]) - {maker}
+        value = source
+    return not any(0 <= user < start for user in read)
 
 
 def _fewest_bytes(flow: Dataflow, made: Iterable[int], blocks: list[BlockOp]) -> list[BlockOp]:

@@ -119,6 +119,12 @@ def test_of_what_the_program_is_given_whole_only_masks_are_read_inside() -> None
     shape = (AXIS_SIZE * ROWS, HIDDEN)
     flow, (chain,) = chains_of(scaled, X, W, jax.ShapeDtypeStruct(shape, jnp.float32))
     assert not chain.epilogue
+
+    def merged(x: Any, w: Any, whole: Any) -> Any:
+        return scaled(x, w, whole.reshape(shape))
+
+    flow, (chain,) = chains_of(merged, X, W, jax.ShapeDtypeStruct((AXIS_SIZE, ROWS, HIDDEN), jnp.float32))
+    assert not chain.epilogue, "in another shape it is given all the same"
     flow, (chain,) = chains_of(masked, X, W, jax.ShapeDtypeStruct(shape, jnp.bool_))
     assert "select_n" in inside(flow, chain)
     # One row for all, a bias, is read as it is.
@@ -139,6 +145,12 @@ def test_a_residual_that_is_read_before_the_ring_is_added_inside() -> None:
     _, (chain,) = chains_of(added, X, W, whole)
     assert not chain.epilogue
     flow, (chain,) = chains_of(normed, X, W, whole)
+    assert inside(flow, chain) == ["add"]
+
+    def in_another_shape(x: Any, w: Any, whole: Any) -> Any:
+        return normed(x, w, whole.reshape(AXIS_SIZE * ROWS, HIDDEN))
+
+    flow, (chain,) = chains_of(in_another_shape, X, W, shard(AXIS_SIZE, ROWS, HIDDEN))
     assert inside(flow, chain) == ["add"]
 
 
