@@ -87,6 +87,12 @@ def in_heads(x: Any, w: Any) -> Any:
     return g.reshape(g.shape[0] * g.shape[1], -1) @ w
 
 
+def untiled(x: Any, w: Any) -> Any:
+    """Blocks of s are put beside one another, and flattened, by one reshape of three dims."""
+    blocks = jnp.moveaxis(gather(x, 0, tiled=False), 0, 1)
+    return blocks.reshape(-1, x.shape[-1]) @ w
+
+
 def read_otherwise(x: Any, w: Any) -> Any:
     """What reads tokens in a way of its own gets them merged; a sum over them is one over both dims."""
     t = flat(gather(x, 1))
@@ -164,6 +170,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...], Callable
     "to_scatter": (to_scatter, ((3, 8, 6), W), scattered),
     "a_layer": (a_layer, (X, W, V), layer),
     "in_heads": (in_heads, ((3, 2, 2, 3), W), gathered(lambda g, w: g.reshape(-1, 6) @ w)),
+    "untiled": (untiled, (X, W), gathered(lambda g, w: np_flat(g) @ w)),
     "read_otherwise": (
         read_otherwise,
         (X, (6, 6)),
