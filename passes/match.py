@@ -61,7 +61,7 @@ def match_dataflow(
     collectives = [c for i in range(len(flow.ops)) if (c := read_collective(flow, i)) is not None]
     if not collectives:
         return ()
-    if (reason := _no_chains(flow)) is not None:
+    if (reason := no_chains(flow)) is not None:
         return tuple(Match(collective, reason) for collective in collectives)
     found: dict[int, list[Chain]] = {}
     reasons: dict[int, list[Reason]] = {}
@@ -105,7 +105,7 @@ def _devices_apart(collective: Collective, apart: Set[str]) -> Reason | None:
     return Reason(Code.DEVICES_APART, f"They differ along {', '.join(sorted(apart))}.") if apart else None
 
 
-def _no_chains(flow: Dataflow) -> Reason | None:
+def no_chains(flow: Dataflow) -> Reason | None:
     """Why no ring can be in a graph, whatever its collectives; None if rings can."""
     if (shape := _symbolic_shape(flow)) is not None:
         return Reason(Code.SYMBOLIC_SHAPE, f"One of its shapes is ({', '.join(map(str, shape))}).")

@@ -4,6 +4,9 @@ Tokens are often flattened, ``[b, s, d] → [b*s, d]``, before a dot and spread 
 gathered or scattered, a block of s is no block of b*s, and a chain would end at the reshape. Dots, reductions
 and elementwise operations do the same with b and s as dims of their own, so the graph is written that way,
 as far as they reach; reshapes stand where anything else reads or makes a merged dim.
+
+A TPU keeps tiles of the two minor dims. Where blocks of a few rows, or parts of the minor dim, become dims of
+their own, tiles are hardly filled, and rings took up to twice as long as what was written (v5p).
 """
 
 from __future__ import annotations
@@ -12,8 +15,9 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
+from cost_model.tile import SUBLANES
 from passes import shims
 from passes.blocks import RESULT, Shape, blockwise, is_elementwise, shards
 from passes.collective import Collective, explicitly_sharded, read_collective, unsupported
@@ -23,6 +27,12 @@ from passes.graph import Dataflow, Op, Operand
 
 _FAR = 64
 """Operations between a collective and a reshape, or beside the way to it, after which none is looked for."""
+
+ROWS: Final = 2 * SUBLANES
+"""Rows of a tile of elements of two bytes."""
+
+_SUMS = frozenset({"psum", "psum_invariant"})
+"""Collectives to which dims are nothing."""
 
 _OVER_MERGED = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
 """Reductions that may be over several dims just as well as over one."""
@@ -55,12 +65,14 @@ class Merge:
       reshape: the reshape's.
       value: that of the reshape's operand and result in which dims are merged.
       parts: those dims.
+      fills_tiles: whether blocks fill tiles where the dims are apart.
     """
 
     collective: int
     reshape: int
     value: int
     parts: Parts
+    fills_tiles: bool
 
 
 def merges(flow: Dataflow) -> tuple[Merge, ...]:
@@ -98,10 +110,7 @@ def _below(flow: Dataflow, collective: Collective) -> Iterator[Merge]:
             if rule is not None:
                 waiting.extend((made, rule.result_dim) for made in op.outputs)
             elif _is_plain_reshape(op):
-                (made,) = op.outputs
-                parts = _merged(flow.avals[value].shape, flow.avals[made].shape, dim)
-                if parts is not None:
-                    yield Merge(collective.op, user, made, parts)
+                yield from _merged(flow, collective, user, value, op.outputs[0], dim)
 
 
 def _above(flow: Dataflow, collective: Collective, dim: int) -> Iterator[Merge]:
@@ -119,22 +128,25 @@ def _above(flow: Dataflow, collective: Collective, dim: int) -> Iterator[Merge]:
         if rule is not None:
             waiting.extend(zip(op.inputs, rule.operand_dims, strict=True))
         elif _is_plain_reshape(op) and isinstance(source := op.inputs[0], int):
-            parts = _merged(flow.avals[op.outputs[0]].shape, flow.avals[source].shape, asked)
-            if parts is not None:
-                yield Merge(collective.op, maker, source, parts)
+            yield from _merged(flow, collective, maker, op.outputs[0], source, asked)
 
 
-def _merged(apart: Shape, merged: Shape, dim: int) -> Parts | None:
-    """The dims around ``dim`` of the first shape, if one dim of the second is made of just them."""
-    for index, size in enumerate(merged):
-        before = math.prod(merged[:index])
-        first = next((d for d in range(len(apart)) if math.prod(apart[:d]) == before), None)
-        if first is None or first > dim:
+def _merged(
+    flow: Dataflow, collective: Collective, reshape: int, apart: int, merged: int, dim: int
+) -> Iterator[Merge]:
+    """A reshape, if one dim of the value ``merged`` is made of dims around ``dim`` of the value ``apart``."""
+    parts, whole = flow.avals[apart].shape, flow.avals[merged].shape
+    for index, size in enumerate(whole):
+        before = math.prod(whole[:index])
+        first = next((d for d in range(dim + 1) if math.prod(parts[:d]) == before), None)
+        if first is None:
             continue
-        last = next((d for d in range(dim, len(apart)) if math.prod(apart[first : d + 1]) == size), None)
+        last = next((d for d in range(dim, len(parts)) if math.prod(parts[first : d + 1]) == size), None)
         if last is not None and last > first:
-            return Parts(index, apart[first : last + 1])
-    return None
+            rows = parts[last] // (collective.axis_size if dim == last else 1)
+            fills = index < len(whole) - 1 and rows >= ROWS
+            yield Merge(collective.op, reshape, merged, Parts(index, parts[first : last + 1]), fills)
+            return
 
 
 def _is_plain_reshape(op: Op) -> bool:
@@ -156,17 +168,19 @@ class _Apart:
 
     def __init__(self, flow: Dataflow, found: tuple[Merge, ...]) -> None:
         self.flow = flow
-        self.reshape = flow.ops[found[0].reshape]
         self.parts: dict[int, Parts] = {}
         self.changes: dict[int, _Change] = {}
+        # The reshapes because of which values have dims apart, and operations are changed.
+        self.made_by: dict[int, Op] = {}
+        self.changed_by: dict[int, Op] = {}
         self.ops: list[Op] = []
         self.avals = list(flow.avals)
         self.reshaped: dict[tuple[Operand, Parts | None], int] = {}
         self.same: dict[Operand, Operand] = {}
         for merge in found:
-            self._spread(merge.value, merge.parts)
+            self._spread(merge.value, merge.parts, flow.ops[merge.reshape])
 
-    def _spread(self, value: int, parts: Parts) -> None:
+    def _spread(self, value: int, parts: Parts, reshape: Op) -> None:
         """Has a value made with dims apart, if its maker can, and so on with those beside and after it."""
         waiting: list[tuple[Operand, Parts]] = [(value, parts)]
         while waiting:
@@ -180,17 +194,17 @@ class _Apart:
                 change = _changed(self.flow, self.flow.ops[maker], RESULT, parts)
                 if change is None:
                     continue
-                self.changes[maker] = change
+                self.changes[maker], self.changed_by[maker] = change, reshape
                 waiting.extend(self._read(change, maker))
             elif maker in self.changes and self.changes[maker].result != parts:
                 continue
-            self.parts[operand] = parts
-            for user in sorted(set(self.flow.users[operand]) - {-1} - set(self.changes)):
+            self.parts[operand], self.made_by[operand] = parts, reshape
+            for user in sorted({u for u in self.flow.users[operand] if u >= 0 and u not in self.changes}):
                 op = self.flow.ops[user]
                 change = _changed(self.flow, op, op.inputs.index(operand), parts)
                 if change is None or op.outputs[0] in self.parts:
                     continue
-                self.changes[user] = change
+                self.changes[user], self.changed_by[user] = change, reshape
                 waiting.extend(self._read(change, user))
                 if change.result is not None:
                     waiting.append((op.outputs[0], change.result))
@@ -207,7 +221,8 @@ class _Apart:
         for index, op in enumerate(self.flow.ops):
             change = self.changes.get(index)
             if change is not None:
-                inputs = [self._as(o, parts) for o, parts in zip(op.inputs, change.operands, strict=True)]
+                pairs = zip(op.inputs, change.operands, strict=True)
+                inputs = [self._as(o, parts, self.changed_by[index]) for o, parts in pairs]
                 self._write(op, inputs, change.params)
             elif _is_plain_reshape(op) and not self.parts.keys().isdisjoint((*op.inputs, *op.outputs)):
                 self._write_reshape(op)
@@ -224,23 +239,29 @@ class _Apart:
         if isinstance(operand, int) and self.avals[operand].shape == shape:
             self.same[result] = operand
         else:
-            self._write(op, (operand,), {**op.params, "new_sizes": shape})
+            self._write(op, (operand,), {**op.params, "new_sizes": shape, "sharding": None})
 
     def _write(self, op: Op, inputs: Iterable[Operand], params: Mapping[str, Any]) -> None:
         eqn = op.eqn if params == op.params else op.eqn.replace(params=dict(params))
         self.ops.append(dataclasses.replace(op, eqn=eqn, inputs=tuple(inputs)))
 
-    def _as(self, operand: Operand, wanted: Parts | None) -> Operand:
-        """The operand with these dims apart, or none: reshaped where it is otherwise."""
+    def _as(self, operand: Operand, wanted: Parts | None, reshape: Op | None = None) -> Operand:
+        """The operand with these dims apart, or none: where it is otherwise, reshaped as the user did.
+
+        Args:
+          reshape: the one because of which dims are wanted apart, if any are.
+        """
         key = (operand, wanted)
         if wanted == (self.parts.get(operand) if isinstance(operand, int) else None):
             return self.same.get(operand, operand)
         if key not in self.reshaped:
+            like = self.made_by.get(operand, reshape) if isinstance(operand, int) else reshape
+            assert like is not None
             self.avals.append(self._shaped(operand, wanted))
             made = self.reshaped[key] = len(self.avals) - 1
-            params = {**self.reshape.params, "new_sizes": self.avals[made].shape}
+            params = {**like.params, "new_sizes": self.avals[made].shape, "sharding": None}
             source = self.same.get(operand, operand)
-            self._write(dataclasses.replace(self.reshape, outputs=(made,)), (source,), params)
+            self._write(dataclasses.replace(like, outputs=(made,)), (source,), params)
         return self.reshaped[key]
 
     def _shaped(self, operand: Operand, parts: Parts | None) -> Any:
@@ -277,6 +298,8 @@ def _dims_apart(
         return tuple(map(apart, dot.operand_dims)), apart(dot.result_dim)
     if op.name in _OVER_MERGED and side != RESULT and parts.dim in op.params["axes"]:
         return (apart(parts.dim),), None
+    if op.name in _SUMS and all(isinstance(axis, str) for axis in op.params["axes"]):
+        return (parts,), parts
     elementwise = is_elementwise(op.name)
     if not elementwise and op.name not in ("broadcast_in_dim", "transpose", *_OVER_MERGED):
         return None

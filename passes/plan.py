@@ -20,7 +20,7 @@ from passes.graph import COLLECTIVES, Dataflow, Op, Operand, dataflow
 from passes.invariance import Invariance, mapped_axes
 from passes.loops import LOOPS
 from passes.made_again import MadeAgain, made_again, read_by_rings
-from passes.match import match_dataflow
+from passes.match import match_dataflow, no_chains
 from passes.merged_dims import kept_apart, merges
 from passes.network import Network
 from passes.reasons import Code, Reason
@@ -153,6 +153,12 @@ class Plan:
         """Whether anything is rewritten, here or in a body."""
         here = any(decision.rewritten for decision in self.decisions)
         return here or any(body.changes for index in self.bodies for body in self.bodies_of(index))
+
+    def worth(self, policy: Policy) -> tuple[float, float]:
+        """What plans of one jaxpr are compared by: seconds saved and rings; rings first of always."""
+        rings = [decision for decision in self.decisions if decision.rewritten]
+        saved_s = sum(d.estimate.benefit_s for d in rings if d.estimate is not None)
+        return (len(rings), saved_s) if policy == "always" else (saved_s, len(rings))
 
     @cached_property
     def device_kinds(self) -> frozenset[str | None]:
@@ -391,7 +397,7 @@ class _Planner:
                 flow, path, steady, lasting, replaceable=replaceable, mapped=mapped, alike=alike
             )
 
-        self.plans[key] = _dims_apart(flow, planned) if replaceable else planned(flow)
+        self.plans[key] = _dims_apart(flow, planned, self.policy) if replaceable else planned(flow)
         return self.plans[key]
 
     def _planned(
@@ -536,26 +542,32 @@ class _Planner:
         return self.networks[key]
 
 
-def _dims_apart(flow: Dataflow, planned: Callable[[Dataflow], Plan]) -> Plan:
-    """The plan of a graph, with merged dims apart if one of the collectives concerned becomes a ring then.
+def _dims_apart(flow: Dataflow, planned: Callable[[Dataflow], Plan], policy: Policy) -> Plan:
+    """The plan of a graph, with merged dims apart where that is predicted to save more.
 
-    If none does, the graph stays as it is, and the report says why none does.
+    Where it is not, the graph stays as it is, and the report says why no ring is there then.
     """
-    found = merges(flow)
-    if not found:
-        return planned(flow)
-    concerned = {id(flow.ops[merge.collective].eqn) for merge in found}
-    apart = planned(kept_apart(flow, found))
-    told = {id(apart.flow.ops[d.collective.op].eqn): d for d in apart.decisions}
-    if any(told[eqn].rewritten for eqn in concerned):
-        return apart
-    plan = planned(flow)
+    found = merges(flow) if no_chains(flow) is None else ()
+    if policy != "always":
+        found = tuple(merge for merge in found if merge.fills_tiles)
+    plan = best = planned(flow)
+    told: dict[int, Decision] = {}
+    while found:
+        apart = planned(kept_apart(flow, found))
+        best = max(best, apart, key=lambda each: each.worth(policy))
+        decisions = {apart.flow.ops[d.collective.op].outputs: d for d in apart.decisions}
+        made = [decisions.get(flow.ops[merge.collective].outputs) for merge in found]
+        told = told or {merge.collective: d for merge, d in zip(found, made, strict=True) if d is not None}
+        left = tuple(merge for merge, d in zip(found, made, strict=True) if d is not None and d.rewritten)
+        found = () if left == found else left
+    if best is not plan:
+        return best
 
     def explained(decision: Decision) -> Decision:
-        eqn = id(plan.flow.ops[decision.collective.op].eqn)
-        if eqn not in concerned or decision.reason.code is not Code.NO_DOT:
+        other = told.get(decision.collective.op)
+        if other is None or other.rewritten or decision.reason.code is not Code.NO_DOT:
             return decision
-        return dataclasses.replace(decision, reason=told[eqn].reason, estimate=told[eqn].estimate)
+        return dataclasses.replace(decision, reason=other.reason, estimate=other.estimate)
 
     return dataclasses.replace(plan, decisions=tuple(map(explained, plan.decisions)))
 

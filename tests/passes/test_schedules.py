@@ -125,14 +125,20 @@ def test_a_narrow_wire_rounds_once_per_hop(form: Any) -> None:
 # Walks, on eight chips or on four with two cores.
 
 
+WALKED: tuple[dict[str, Any], ...] = (
+    {},
+    {"joined": True},
+    {"across": True, "wire": "operand"},
+    {"chains": 2},
+)
+
+
 @pytest.mark.parametrize(
     ("name", "form", "dimensions"),
     [
         pytest.param(name, form, 3 - (place + number) % 2, id=f"{name}-{'-'.join(form)}")
         for place, (name, pattern) in enumerate(PATTERNS.items())
-        for number, form in enumerate(
-            ({}, {"joined": True}, {"across": True, "wire": "operand"}, {"chains": 2})
-        )
+        for number, form in enumerate(WALKED)
         if pattern.tiled and set(form) <= set(options_of(name))
     ],
 )
@@ -186,6 +192,7 @@ def test_walks_are_neither_rolled_nor_turned_round(other: dict[str, Any]) -> Non
 # Whole shards both ways, each half way round.
 
 
+FORMED: dict[str, dict[str, Any]] = {"plain": {}, "chains": {"chains": 2}, "apart": {"cut": "apart"}}
 HALVED = [name for name, pattern in PATTERNS.items() if pattern.tiled and name.startswith("gather")]
 
 
@@ -202,11 +209,10 @@ def test_whole_shards_half_way_round(name: str, form: str, axis_size: int, order
     """Of nine elements halves are not equal; along two orders each has a part of every shard."""
     kind, dtype = form.split()
     pattern = PATTERNS[name]
-    options: dict[str, Any] = {"plain": {}, "chains": {"chains": 2}, "apart": {"cut": "apart"}}[kind]
     orders = (tuple(range(axis_size))[::-1], tuple(range(axis_size))) if ordered else ()
     given_arguments = arguments(pattern.shapes(axis_size, 9), axis_size, dtype)
     function = jitted(pattern.body, len(given_arguments), axis_size)
-    schedule = RingSchedule(directions=2, halfway=True, orders=orders, **options)
+    schedule = RingSchedule(directions=2, halfway=True, orders=orders, **FORMED[kind])
     with spmd.only_schedule(schedule):
         ring = as_ring(function)
         (site,) = ring.explain(*given_arguments).sites
