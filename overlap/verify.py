@@ -57,11 +57,15 @@ def modelled(program: Any, arguments: Sequence[Any], target: Target) -> Modelled
     """
     from cost_model import Topology
     from overlap.hlo.parse import parse
-    from overlap.hlo.simulate import simulate
+    from overlap.hlo.simulate import host_transfers, simulate
 
     compiled = compiled_for(program, arguments, target)
     topology = Topology.from_devices(target.mesh.devices, target.hardware)
-    timeline = simulate(parse(compiled.as_text()), target.hardware, topology)
+    module = parse(compiled.as_text())
+    between_slices, _ = host_transfers(module)
+    if between_slices:
+        raise ValueError("what travels between slices has no price in a compiled schedule")
+    timeline = simulate(module, target.hardware, topology)
     # An all_reduce does twice the work of the reduce_scatter that may be all that was asked for.
     wire_s = sum(c.wire_s / (2 if c.opcode == "all-reduce" else 1) for c in timeline.collectives)
     timed = Timed(timeline.total_s, temporary_bytes(compiled))

@@ -116,6 +116,7 @@ class Dataflow:
       constants: values known when the jaxpr was made.
       differentiable: whether only what jax may differentiate is to be made of the graph.
       steady: values that are the same in every iteration of the loop around it.
+      several_slices: whether the devices that run it are TPUs of several slices.
     """
 
     ops: tuple[Op, ...]
@@ -125,6 +126,7 @@ class Dataflow:
     constants: Mapping[int, Any]
     differentiable: bool = False
     steady: frozenset[int] = frozenset()
+    several_slices: bool = False
 
     def bytes_of(self, value: int) -> int:
         """Bytes of a value, as a whole."""

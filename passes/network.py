@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from cost_model import Axis, Hardware, Topology
 from passes.collective import Collective
+
+
+@lru_cache(maxsize=16)
+def several_slices(mesh: Mesh) -> bool:
+    """Whether a mesh's devices are TPUs of several slices: hops between those go through their hosts."""
+    slices = {
+        getattr(d, "slice_index", None) for d in mesh.devices.flat if getattr(d, "platform", "") == "tpu"
+    }
+    return len(slices) > 1
 
 
 class Network:

@@ -22,7 +22,7 @@ from passes.loops import LOOPS
 from passes.made_again import MadeAgain, made_again, read_by_rings
 from passes.match import match_dataflow, no_chains
 from passes.merged_dims import kept_apart, merges
-from passes.network import Network
+from passes.network import Network, several_slices
 from passes.reasons import Code, Reason
 from passes.scattered_first import scattered_first, sums_before_scatters
 from passes.site import Site
@@ -415,7 +415,8 @@ class _Planner:
         bodies: dict[int, dict[str, tuple[Plan, ...]]] = {}
         opaque: dict[int, tuple[Plan, ...]] = {}
         same = _steady_values(flow, steady)
-        flow = dataclasses.replace(flow, steady=frozenset(same or ()))
+        slices = mapped is not None and several_slices(mapped.mesh)
+        flow = dataclasses.replace(flow, steady=frozenset(same or ()), several_slices=slices)
         again = frozenset(flow.inputs[position] for position in lasting)
         invariance = Invariance(flow, alike.of(flow))
         for index, op in enumerate(flow.ops):

@@ -18,8 +18,10 @@ def may_start_explicitly(flow: Dataflow, chain: Chain) -> bool:
     What is differentiated afterwards may not. Nor may a ring over the manual axes of a mesh that has others:
     the partitioner lays out anew, or gathers, what a started hop takes, and compilers then refuse it. Nor may
     one whose operand is the same in every iteration of a loop: XLA moves a start out of the loop and leaves
-    in it what waits for the hop, which ends the process. Nor may one of what compilers take apart, or put
-    together, but not where a hop is started of it.
+    in it what waits for the hop, which ends the process. Nor may any of a program for TPUs of several slices,
+    be its ring within one: rewriting hops between slices, the compiler ends the process over a start behind a
+    barrier (libtpu 0.0.50). Nor may one of what compilers take apart, or put together, but not where a hop is
+    started of it.
     """
     operands = flow.ops[chain.collective.op].inputs
     sent = flow.aval(operands[0])
@@ -27,6 +29,7 @@ def may_start_explicitly(flow: Dataflow, chain: Chain) -> bool:
     return (
         shims.EXPLICIT_STARTS
         and not flow.differentiable
+        and not flow.several_slices
         and not any(map(_taken_apart, (sent, wire)))
         and shims.all_manual(sent)
         and not flow.steady.issuperset(operands)

@@ -127,6 +127,44 @@ def test_equal_sums_are_sent_each_by_a_hop_of_its_own() -> None:
     assert told_by(MESHES + ALL_ZERO) == [4, 4, 4]
 
 
+SLICES = """
+import json
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from overlap import overlap_collectives
+from passes.network import several_slices
+
+told = []
+for slices in (1, 2):
+    topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2", num_slices=slices)
+    devices = sorted(topology.devices, key=lambda device: getattr(device, "slice_index", 0))
+    mesh = Mesh(np.array(devices).reshape(slices, 4), ("pod", "x"))
+    ins = (P(("pod", "x")), P(None, "x"))
+    body = lambda x, w: lax.all_gather(x, "x", tiled=True) @ w
+    arguments = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(((slices * 1024, 512), (512, 1024)), ins)
+    ]
+    function = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=ins, out_specs=P("pod", "x"), check_vma=False))
+    lowered = overlap_collectives(function, policy="always", strict=True).lower(*arguments)
+    started = lowered.as_text().count('@"collective-permute-start"')
+    permutes = lowered.compile().as_text().count("collective-permute-start(")
+    told.append([several_slices(mesh), started, permutes])
+print(json.dumps(told))
+"""
+
+
+@needs_libtpu
+def test_a_ring_within_one_of_several_slices_starts_no_hop_itself() -> None:
+    """The compiler of jax 0.12 ended the process, wherever the ring was."""
+    one, two = told_by(SLICES)
+    assert one[0] is False and (one[1] > 0) == shims.EXPLICIT_STARTS
+    assert two[:2] == [True, 0]
+    assert one[2] > 0 and two[2] > 0
+
+
 LOOP_AROUND = """
 def layer(x, w):
     return jnp.tanh(x @ lax.all_gather(w, "x", tiled=True))
