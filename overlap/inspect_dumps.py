@@ -54,8 +54,8 @@ def find(path: Path) -> list[Path]:
                 raise DumpError(f"{path}: this is a device, not a file.")
             return [path]
         files = sorted(entry for entry in path.iterdir() if entry.is_file())
-        found = [file for file in files if file.name.endswith(SUFFIX)]
-        texts = [file for file in files if file.suffix in TEXT_SUFFIXES]
+        found = [file for file in files if _unzipped(file).endswith(SUFFIX)]
+        texts = [file for file in files if _unzipped(file).endswith(TEXT_SUFFIXES)]
         found = found or [file for file in texts if _begins_like_a_schedule(file)]
     except OSError as error:
         raise DumpError(_cannot_read(path, error)) from error
@@ -151,9 +151,18 @@ def _is_proto(path: Path) -> bool:
     return path.name.endswith(_PROTO_SUFFIXES)
 
 
+def _unzipped(file: Path) -> str:
+    """The file's name, without the ending that says that it is compressed."""
+    return file.name.removesuffix(".gz")
+
+
 def _begins_like_a_schedule(file: Path) -> bool:
-    with file.open("rb") as stream:
-        first = stream.readline(1 << 16)
+    opened = gzip.open if file.suffix == ".gz" else open
+    try:
+        with opened(file, "rb") as stream:
+            first = stream.readline(1 << 16)
+    except (EOFError, gzip.BadGzipFile, zlib.error):
+        return False
     return first.startswith(_HEADER.encode()) and _SCHEDULED.encode() in first
 
 

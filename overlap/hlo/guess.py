@@ -64,7 +64,7 @@ def _groups(module: Module) -> Iterator[tuple[int, ...]]:
     for computation in module.computations.values():
         for instruction in computation.instructions:
             opcode = instruction.opcode.removesuffix("-start")
-            if opcode not in COLLECTIVES or opcode == "recv":
+            if opcode not in COLLECTIVES or opcode == "recv" or instruction.is_host_transfer:
                 continue
             if opcode in ("collective-permute", "send"):
                 joined: Groups = moves.pairs(instruction)

@@ -123,6 +123,11 @@ class Instruction(_Raw):
         return self.attributes.get("custom_call_target", "").strip('"')
 
     @property
+    def is_host_transfer(self) -> bool:
+        """Whether it is a send or recv whose other side is the host: a callback's, or one between slices."""
+        return self.attributes.get("is_host_transfer") == "true"
+
+    @property
     def is_async_start(self) -> bool:
         """Whether it begins something that its done will finish.
 
@@ -239,11 +244,11 @@ def collective_instruction(module: Module, instruction: Instruction) -> Instruct
 
     That is itself for ``all-gather``, ``all-gather-start``, ``send``; for a generic asynchronous start
     (``async-start``, ``call-start``) and for a fusion it is the first collective in the computation it calls.
-    None for all others: a done, an update, a step, a loop, what moves nothing.
+    None for all others: a done, an update, a step, a loop, what goes to the host, what moves nothing.
     """
     opcode = instruction.opcode
     if opcode.removesuffix("-start") in COLLECTIVES:
-        return instruction
+        return None if instruction.is_host_transfer else instruction
     if instruction.is_async_done or instruction.is_async_step:
         return None
     if opcode == "fusion" or opcode.endswith("-start"):

@@ -193,9 +193,25 @@ class _Simulation:
             sentences.append(f"On {hardware.name} nothing runs beside compute.")
         elif not hardware.opposite_hops_overlap:
             sentences.append("Collectives run one at a time.")
+        between, others = host_transfers(self.module)
+        if between:
+            sentences.append(f"{between} sends and receives between slices take no time: they have no price.")
+        if others:
+            sentences.append(f"{others} sends and receives of the host (of callbacks, say) take no time.")
         if not self.module.is_scheduled:
             sentences.append("The module has no schedule: the order of its text is taken for one.")
         return (*sentences, *self.notes)
+
+
+def host_transfers(module: Module) -> tuple[int, int]:
+    """The sends and receives whose other side is the host: those between slices, and others (callbacks)."""
+    between = [
+        "megascale" in i.attributes.get("frontend_attributes", "")
+        for computation in module.computations.values()
+        for i in computation.instructions
+        if i.is_host_transfer and i.opcode in ("send", "recv")
+    ]
+    return sum(between), len(between) - sum(between)
 
 
 class _Walk:

@@ -73,6 +73,8 @@ class Steps:
         free = {name for i in computation.instructions for name in self._moves.free(computation, i)}
         for i in computation.instructions:
             where = computation.name
+            if i.is_host_transfer:
+                continue
             if i.is_async_done:
                 if i.opcode in ("send-done", "recv-done"):  # the start may stand in an earlier turn of a loop
                     start = names.get(starts.get(i.name, ""), i)

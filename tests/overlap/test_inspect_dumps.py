@@ -165,6 +165,15 @@ class TestRead:
         compressed = tmp_path / f"{path.name}.gz"
         compressed.write_bytes(gzip.compress(path.read_bytes()))
         assert read(compressed).module == read(path).module
+        assert find(tmp_path) == [compressed]
+
+    def test_a_directory_of_compressed_texts(self, tmp_path: Path, dump: Path) -> None:
+        """Under names of their own; one that is damaged is none of a module."""
+        (path,) = (path for path in find(dump) if "gather" in path.name)
+        compressed = tmp_path / "step.hlo.gz"
+        compressed.write_bytes(gzip.compress(path.read_bytes()))
+        (tmp_path / "other.txt.gz").write_bytes(gzip.compress(path.read_bytes())[:40])
+        assert find(tmp_path) == [compressed]
 
     def test_a_dump_that_an_editor_marked_as_utf_8(self, tmp_path: Path, dump: Path) -> None:
         (path,) = (path for path in find(dump) if "gather" in path.name)

@@ -11,7 +11,7 @@ from cost_model import by_name
 from cost_model.group_collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from cost_model.topology import Topology
 from overlap.hlo.parse import parse
-from overlap.hlo.simulate import WALKED, simulate
+from overlap.hlo.simulate import WALKED, host_transfers, simulate
 from overlap.hlo.timeline import CollectiveTime, Timeline
 
 TPU = by_name("tpu_v5p")
@@ -484,6 +484,32 @@ def test_a_send_and_its_receive_are_one_transfer() -> None:
     )
     assert timeline.exposed_s == pytest.approx(50e-6)
     assert [(c.opcode, c.executions, c.bytes_on_wire) for c in timeline.collectives] == [("send", 1, X_BYTES)]
+
+
+@pytest.mark.parametrize(
+    ("notes", "said", "counted"),
+    [
+        ('{_xla_host_transfer_handler_name="tf_rendezvous"}', "of the host", (0, 2)),
+        ('{_xla_host_transfer_handler_name="xla_megascale_runtime"}', "between slices", (2, 0)),
+    ],
+)
+def test_what_the_host_sends_is_no_collective_and_is_said_to_have_no_price(
+    notes: str, said: str, counted: tuple[int, int]
+) -> None:
+    """As of every callback: such a send has no pairs of source and target."""
+    host = f"channel_id=7, is_host_transfer=true, frontend_attributes={notes}"
+    body = (
+        f"  %k = token[] after-all()\n  %r = ({X}, u32[], token[]) recv(%k), {host}\n"
+        f"  %s = ({X}, u32[], token[]) send(%x, %k), {host}\n"
+        + work("m", "x", 100)
+        + f"  %d = ({X}, token[]) recv-done(%r), {host}\n  %e = token[] send-done(%s), {host}\n"
+    )
+    timeline = timed(body)
+    assert timeline.total_s == timeline.compute_s == pytest.approx(100e-6)
+    assert not timeline.collectives
+    assert any(f"2 sends and receives {said}" in sentence for sentence in timeline.assumptions)
+    assert not any("sends and receives" in sentence for sentence in timed(work("m", "x", 1)).assumptions)
+    assert host_transfers(parse(text(body))) == counted
 
 
 def test_a_receive_may_end_in_the_next_turn_of_a_loop() -> None:
