@@ -20,6 +20,7 @@ estimate that its author gave, where there is one.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -148,7 +149,8 @@ class Costs:
     def copy_s(self, computation: Computation, start: Instruction) -> float:
         """Seconds of main memory that an asynchronous copy, whole or of a slice, takes.
 
-        A copy between two places in main memory reads and writes there; to or from VMEM it does one of both.
+        A copy between two places in main memory reads and writes there; to or from VMEM, or the host's
+        memory, it does one of both.
         """
         source, target = _copied(computation.by_name, start)
         spaces = (source.memory_space, target.memory_space)
@@ -299,8 +301,14 @@ def _read_bytes(user: Instruction, position: int, shape: Shape) -> float:
 
 
 def _copied(names: Mapping[str, Instruction], start: Instruction) -> tuple[Shape, Shape]:
-    """Where an asynchronous copy reads and what it writes: `copy-start`, `slice-start`, `async-start`."""
+    """Where an asynchronous copy reads and what it writes: `copy-start`, `slice-start`, `async-start`.
+
+    A `dynamic-update-slice-start` writes into a buffer no more than what it updates.
+    """
     parts = start.shape.elements
+    if start.opcode == "dynamic-update-slice-start" and all(name in names for name in start.operands[:2]):
+        buffer, update = (names[name].shape for name in start.operands[:2])
+        return update, dataclasses.replace(update, memory_space=buffer.memory_space)
     source = names[start.operands[0]].shape if start.operands and start.operands[0] in names else None
     if start.opcode == "copy-start" and parts:
         target = parts[0]

@@ -17,6 +17,8 @@ _MEMORY: Final = re.compile(r"S\((\d+)\)")
 _BITS: Final = re.compile(r"[su](\d+)|c(64|128)|bf(16)|f(16|32|64)|f([468])e\d+m\d+\w*")
 _GAP: Final = re.compile(r"(?:\s|/\*.*?\*/)*")
 
+_HOST: Final = 5
+
 _UNSIZED: Final = frozenset({"tuple", "buffer", "token", "opaque"})
 
 
@@ -40,6 +42,11 @@ class Shape:
     tiling: str = ""
     memory_space: int = 0
     elements: tuple[Shape, ...] = ()
+
+    @property
+    def is_in_host_memory(self) -> bool:
+        """Whether an array, or some of a tuple's, lies in the host's memory."""
+        return self.memory_space == _HOST or any(element.is_in_host_memory for element in self.elements)
 
     @property
     def size(self) -> int:

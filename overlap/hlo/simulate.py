@@ -193,6 +193,11 @@ class _Simulation:
             sentences.append(f"On {hardware.name} nothing runs beside compute.")
         elif not hardware.opposite_hops_overlap:
             sentences.append("Collectives run one at a time.")
+        instructions = (i for part in self.module.computations.values() for i in part.instructions)
+        if any(i.shape.is_in_host_memory for i in instructions):
+            sentences.append(
+                "Copies to and from the host's memory take the time of main memory's side alone."
+            )
         between, others = host_transfers(self.module)
         if between:
             sentences.append(f"{between} sends and receives between slices take no time: they have no price.")

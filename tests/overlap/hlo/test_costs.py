@@ -282,3 +282,15 @@ def test_an_asynchronous_slice_copies_the_slice() -> None:
         f"slice={{[0:64], [0:1024]}}\n  ROOT %d = {piece} slice-done(%s)"
     )
     assert seconds == pytest.approx(2 * 64 * 1024 / HBM)
+
+
+@pytest.mark.parametrize(("space", "sides"), [("", 2), ("S(5)", 1)])
+def test_an_asynchronous_update_copies_what_is_updated(space: str, sides: int) -> None:
+    """As of activations that are kept in the host's memory: the buffer of all layers stays where it is."""
+    buffer, update = f"bf16[512,1024]{{1,0:T(8,128)(2,1){space}}}", "bf16[1,1024]{1,0:T(8,128)(2,1)}"
+    seconds = copy_s(
+        f"  %a = {buffer} parameter(0)\n  %u = {update} parameter(1)\n  %z = s32[] constant(0)\n"
+        f"  %s = (({buffer}, {update}, s32[], s32[]), {buffer}, u32[]) "
+        f"dynamic-update-slice-start(%a, %u, %z, %z)\n  ROOT %d = {buffer} dynamic-update-slice-done(%s)"
+    )
+    assert seconds == pytest.approx(sides * 2 * 1024 / HBM)

@@ -512,6 +512,14 @@ def test_what_the_host_sends_is_no_collective_and_is_said_to_have_no_price(
     assert host_transfers(parse(text(body))) == counted
 
 
+def test_the_host_s_memory_is_said_to_have_no_price_of_its_own() -> None:
+    kept = X.replace("{0}", "{0:S(5)}")
+    copied = f"  %s = ({kept}, {X}, u32[]) copy-start(%x)\n  %d = {kept} copy-done(%s)\n" + work("m", "x", 1)
+    sentence = "Copies to and from the host's memory take the time of main memory's side alone."
+    assert sentence in timed(copied).assumptions
+    assert sentence not in timed(work("m", "x", 1)).assumptions
+
+
 def test_a_receive_may_end_in_the_next_turn_of_a_loop() -> None:
     """Pipelined by the GPU compiler: each turn waits for what the one before sent, and sends anew."""
     pairs = 'frontend_attributes={_xla_send_recv_source_target_pairs="{{0,1},{1,2},{2,3},{3,0}}"}'
