@@ -83,15 +83,21 @@ class Steps:
                     start = names[starts[i.name]]
                     what = self._pair(start)
                     if what != "call":
-                        key = _key(computation, start)
-                        yield Step("copy_done" if what == "copy" else "arrive", i, where, key)
+                        done: What = "copy_done" if what == "copy" else "arrive"
+                        group = self._group(start)
+                        keys = [_key(*member) for member in group] or [_key(computation, start)]
+                        yield from (Step(done, i, where, key) for key in keys)
             elif i.is_async_update:
                 # A start without operands (TPU 7x's sparse cores) makes ready; its update brings data.
                 start = names[i.operands[0]]
                 if start.is_async_start and not start.operands and len(i.operands) > 1:
                     yield self._start(computation, start)
             elif i.is_async_start:
-                if i.operands or not self._fed_later(computation, i):
+                if group := self._group(i):
+                    for home, member in group:
+                        asked = self._moves.of(home, member)
+                        yield Step("send", member, home.name, _key(home, member), move=asked)
+                elif i.operands or not self._fed_later(computation, i):
                     yield self._start(computation, i)
             elif i.opcode == "while":
                 condition, body = bodies(self._module, i) or (None, None)
@@ -107,6 +113,20 @@ class Steps:
                 cost = self._costs.cost(computation, i)
                 if cost.seconds > 0 and not (i.name in free and cost.kind == "copy"):
                     yield Step("compute", i, where, cost=cost)
+
+    def _group(self, start: Instruction) -> list[tuple[Computation, Instruction]]:
+        """The collectives that a generic start begins together, each with where it stands; none if one only.
+
+        So XLA:GPU sends what NCCL groups.
+        """
+        called = [self._module.computation(name) for name in start.calls if start.opcode == "async-start"]
+        found = [
+            (home, i)
+            for home in called
+            for i in home.instructions
+            if collective_instruction(self._module, i) is not None
+        ]
+        return found if len(found) > 1 else []
 
     def _fed_later(self, computation: Computation, start: Instruction) -> bool:
         return any(

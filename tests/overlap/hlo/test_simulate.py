@@ -474,6 +474,32 @@ def test_an_asynchronous_collective_cut_into_fusions() -> None:
     assert collective.overlapped_with == ("b",)
 
 
+def test_collectives_that_one_start_begins_together_are_told_each() -> None:
+    """As XLA:GPU sends what NCCL groups."""
+    whole = "f32[13500000]{0}"
+    both = f"({X}, {whole})"
+    grouped = (
+        f"%grouped {{\n  %p = {X} parameter(0)\n  %q = {X} parameter(1)\n"
+        f"  %r = {X} all-reduce(%p), replica_groups={{{{0,1,2,3}}}}, to_apply=%sum\n"
+        f"  %g = {whole} all-gather(%q), replica_groups={{{{0,1,2,3}}}}, dimensions={{0}}\n"
+        f"  ROOT %t = {both} tuple(%r, %g)\n}}\n"
+    )
+    body = (
+        f"  %s = (({X}, {X}), {both}) async-start(%x, %x), calls=%grouped\n"
+        + work("m", "x", 100)
+        + f"  %d = {both} async-done(%s)\n"
+    )
+    timeline = timed(body, SUM + grouped)
+    assert [(c.name, c.opcode, c.executions) for c in timeline.collectives] == [
+        ("r", "all-reduce", 1),
+        ("g", "all-gather", 1),
+    ]
+    groups = ((0, 1, 2, 3),)
+    takes_s = all_reduce_s(X_BYTES, groups, RING) + all_gather_s(4 * X_BYTES, groups, RING)
+    assert timeline.total_s == pytest.approx(takes_s, rel=0.05)
+    assert timeline.exposed_s == pytest.approx(timeline.total_s - 100e-6)
+
+
 def test_a_send_and_its_receive_are_one_transfer() -> None:
     pairs = 'frontend_attributes={_xla_send_recv_source_target_pairs="{{0,1},{1,2},{2,3},{3,0}}"}'
     timeline = timed(
