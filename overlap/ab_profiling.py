@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -86,7 +87,24 @@ def ab_profile(
     _check_arguments((args, kwargs))
     runs = (Run(ORIGINAL, fn.original, args, kwargs), Run(OVERLAPPED, fn, args, kwargs))
     directory = _own_directory(trace_dir) if traced_rounds else None
+    try:
+        return _compared(fn, runs, rounds, warmup, traced_rounds, directory)
+    except BaseException:
+        # A directory that the caller has not named would be found by nobody.
+        if directory is not None and trace_dir is None:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
 
+
+def _compared(
+    fn: Overlapped,
+    runs: tuple[Run, Run],
+    rounds: int,
+    warmup: int,
+    traced_rounds: int,
+    directory: Path | None,
+) -> ABReport:
+    """The report of two runs, with a trace in the directory if there is one."""
     for run in runs:
         run.compile()
     devices = _devices(runs)
@@ -95,7 +113,7 @@ def ab_profile(
     for _ in range(rounds):
         for run in runs:
             run.time()
-    notes: list[str] = [_rewritten(fn, args, kwargs)]
+    notes: list[str] = [_rewritten(fn, runs[0].args, runs[0].kwargs)]
     trace, problem = _traced(runs, traced_rounds, directory) if directory is not None else (None, "")
     if problem:
         notes.append(problem)

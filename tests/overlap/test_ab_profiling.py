@@ -98,6 +98,25 @@ def test_the_trace_stays_where_it_was_asked_for(profiled: tuple[ABReport, Path])
     assert list(directory.rglob("*.trace.json.gz"))
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_an_interrupted_profile_leaves_no_directory_that_nobody_named(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("overlap.ab_profiling._traced", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ab_profile(
+            always(jax.jit(mlp())),
+            *reference().arguments,
+            rounds=1,
+            trace_dir=tmp_path / "mine" if named else None,
+        )
+    assert [path.name for path in tmp_path.iterdir()] == (["mine"] if named else [])
+
+
 def test_the_trace_is_free_of_python_s_frames(profiled: tuple[ABReport, Path]) -> None:
     (trace,) = profiled[1].rglob("*.xplane.pb")
     data = trace.read_bytes()
