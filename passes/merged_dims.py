@@ -28,7 +28,7 @@ from passes.graph import Dataflow, Op, Operand
 _FAR = 64
 """Operations between a collective and a reshape, or beside the way to it, after which none is looked for."""
 
-ROWS: Final = 2 * SUBLANES
+_ROWS: Final = 2 * SUBLANES
 """Rows of a tile of elements of two bytes."""
 
 _SUMS = frozenset({"psum", "psum_invariant"})
@@ -144,7 +144,7 @@ def _merged(
         last = next((d for d in range(dim, len(parts)) if math.prod(parts[first : d + 1]) == size), None)
         if last is not None and last > first:
             rows = parts[last] // (collective.axis_size if dim == last else 1)
-            fills = index < len(whole) - 1 and rows >= ROWS
+            fills = index < len(whole) - 1 and rows >= _ROWS
             yield Merge(collective.op, reshape, merged, Parts(index, parts[first : last + 1]), fills)
             return
 
@@ -274,14 +274,14 @@ def _changed(flow: Dataflow, op: Op, side: int, parts: Parts) -> _Change | None:
     avals = [*map(flow.aval, op.inputs), *(flow.avals[value] for value in op.outputs)]
     if len(op.outputs) != 1 or shims.has_effects(op.eqn) or any(map(explicitly_sharded, avals)):
         return None
-    dims = _dims_apart(flow, op, side, parts)
+    dims = _sides_apart(flow, op, side, parts)
     if dims is None:
         return None
     operands, result = dims
     return _Change(operands, result, {**op.params, **_params(op, operands, result)})
 
 
-def _dims_apart(
+def _sides_apart(
     flow: Dataflow, op: Op, side: int, parts: Parts
 ) -> tuple[tuple[Parts | None, ...], Parts | None] | None:
     """What the operands and the result have apart, if one side has that; None if it is not so."""
