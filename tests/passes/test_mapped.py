@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.overlap.mlp import always, mesh_of, reference
+from tests.passes.ring_patterns import few
 
 REF = reference()
 X, W = (jnp.asarray(a) for a in REF.arguments[:2])
@@ -58,12 +59,15 @@ USES: dict[str, Callable[[Function], Function]] = {
 }
 
 
-@POLICIES
-@pytest.mark.parametrize(("shared", "axis"), [(0, 0), (None, 0), (None, 2)])
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    ("use", "axes", "rewritten"),
+    few(use=USES, axes=((0, 0), (None, 0), (None, 2)), rewritten=(True, False)),
+)
 def test_results_that_no_mapped_argument_reaches(
-    use: str, shared: int | None, axis: int, policy: Any
+    use: str, axes: tuple[int | None, int], rewritten: bool
 ) -> None:
+    shared, axis = axes
+    policy: Any = "always" if rewritten else lambda _: False
     jitted = _jitted()
     arguments = (jnp.moveaxis(XS, 0, axis), W)
     wanted = USES[use](_mapped(jitted, shared, axis))(*arguments)
