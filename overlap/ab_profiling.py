@@ -86,13 +86,15 @@ def ab_profile(
     )
     _check_arguments((args, kwargs))
     runs = (Run(ORIGINAL, fn.original, args, kwargs), Run(OVERLAPPED, fn, args, kwargs))
-    directory = _own_directory(trace_dir) if traced_rounds else None
+    made = tempfile.mkdtemp(prefix="overlap-ab-") if traced_rounds and trace_dir is None else None
+    where = made if trace_dir is None else trace_dir
     try:
+        directory = _own_directory(where) if traced_rounds and where is not None else None
         return _compared(fn, runs, rounds, warmup, traced_rounds, directory)
     except BaseException:
         # A directory that the caller has not named would be found by nobody.
-        if directory is not None and trace_dir is None:
-            shutil.rmtree(directory, ignore_errors=True)
+        if made is not None:
+            shutil.rmtree(made, ignore_errors=True)
         raise
 
 
@@ -181,9 +183,9 @@ def _check_arguments(arguments: Any) -> None:
             raise TypeError("an argument was deleted, by a call that it was donated to: make it anew")
 
 
-def _own_directory(trace_dir: str | os.PathLike[str] | None) -> Path:
+def _own_directory(trace_dir: str | os.PathLike[str]) -> Path:
     """This process's directory for the trace: two on one host would write to the same files."""
-    path = Path(tempfile.mkdtemp(prefix="overlap-ab-") if trace_dir is None else trace_dir).absolute()
+    path = Path(trace_dir).absolute()
     if jax.process_count() > 1:
         path /= f"process_{jax.process_index()}"
     path.mkdir(parents=True, exist_ok=True)
