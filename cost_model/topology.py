@@ -168,19 +168,19 @@ class Topology:
             return cls._behind_switches(listed, hardware)
         if any(getattr(device, "coords", None) is None for device in listed):
             return cls.logical(mesh_shape, hardware)
-        domains = _numbered(map(_slice_of, listed))
+        domains = _numbered(map(slice_of, listed))
         spans = _spans(listed)
         places = tuple(
             Place(
                 domain,
-                tuple(at - low for at, (low, _) in zip(device.coords, spans[_slice_of(device)], strict=True)),
+                tuple(at - low for at, (low, _) in zip(device.coords, spans[slice_of(device)], strict=True)),
                 getattr(device, "core_on_chip", None) or 0,
             )
             for device, domain in zip(listed, domains, strict=True)
         )
         shape = tuple(1 + max(place.coords[dim] for place in places) for dim in range(len(places[0].coords)))
         if wraparound is None and (client := getattr(listed[0], "client", None)) is not None:
-            whole = _spans(device for device in client.devices() if _slice_of(device) in spans)
+            whole = _spans(device for device in client.devices() if slice_of(device) in spans)
             entire = [all(spans[of][dim] == whole[of][dim] for of in spans) for dim in range(len(shape))]
             wraparound = [
                 full and wraps for full, wraps in zip(entire, _wraparound(shape, hardware), strict=True)
@@ -394,7 +394,7 @@ class Topology:
         return cls(hardware, description, tuple(places))
 
 
-def _slice_of(device: Any) -> int:
+def slice_of(device: Any) -> int:
     """The number of the slice that a TPU's device is in."""
     return getattr(device, "slice_index", None) or 0
 
@@ -403,7 +403,7 @@ def _spans(devices: Iterable[Any]) -> dict[int, tuple[tuple[int, int], ...]]:
     """Per slice the least and the largest coordinate of its devices, along each dimension."""
     found: dict[int, list[Any]] = {}
     for device in devices:
-        found.setdefault(_slice_of(device), []).append(device.coords)
+        found.setdefault(slice_of(device), []).append(device.coords)
     return {of: tuple((min(at), max(at)) for at in zip(*all_of, strict=True)) for of, all_of in found.items()}
 
 

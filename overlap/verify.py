@@ -56,8 +56,9 @@ def modelled(program: Any, arguments: Sequence[Any], target: Target) -> Modelled
       Exception: whatever compiling raises, or reading and timing what came out.
     """
     from cost_model import Topology
+    from overlap.hlo.module import host_transfers
     from overlap.hlo.parse import parse
-    from overlap.hlo.simulate import host_transfers, simulate
+    from overlap.hlo.simulate import simulate
 
     compiled = compiled_for(program, arguments, target)
     topology = Topology.from_devices(target.mesh.devices, target.hardware)

@@ -156,11 +156,18 @@ def _is_plain_reshape(op: Op) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Change:
-    """An operation with dims apart: what it reads and makes apart, if anything, and its parameters then."""
+    """An operation with dims apart.
+
+    Attributes:
+      operands, result: what it reads and makes apart, if anything.
+      params: its parameters then.
+      reshape: because of which it is changed.
+    """
 
     operands: tuple[Parts | None, ...]
     result: Parts | None
     params: Mapping[str, Any]
+    reshape: Op
 
 
 class _Apart:
@@ -170,9 +177,8 @@ class _Apart:
         self.flow = flow
         self.parts: dict[int, Parts] = {}
         self.changes: dict[int, _Change] = {}
-        # The reshapes because of which values have dims apart, and operations are changed.
+        # The reshapes because of which values have dims apart.
         self.made_by: dict[int, Op] = {}
-        self.changed_by: dict[int, Op] = {}
         self.ops: list[Op] = []
         self.avals = list(flow.avals)
         self.reshaped: dict[tuple[Operand, Parts | None], int] = {}
@@ -191,20 +197,20 @@ class _Apart:
             if maker is None or explicitly_sharded(self.flow.avals[operand]):
                 continue
             if not _is_plain_reshape(self.flow.ops[maker]) and maker not in self.changes:
-                change = _changed(self.flow, self.flow.ops[maker], RESULT, parts)
+                change = _changed(self.flow, self.flow.ops[maker], RESULT, parts, reshape)
                 if change is None:
                     continue
-                self.changes[maker], self.changed_by[maker] = change, reshape
+                self.changes[maker] = change
                 waiting.extend(self._read(change, maker))
             elif maker in self.changes and self.changes[maker].result != parts:
                 continue
             self.parts[operand], self.made_by[operand] = parts, reshape
             for user in sorted({u for u in self.flow.users[operand] if u >= 0 and u not in self.changes}):
                 op = self.flow.ops[user]
-                change = _changed(self.flow, op, op.inputs.index(operand), parts)
+                change = _changed(self.flow, op, op.inputs.index(operand), parts, reshape)
                 if change is None or op.outputs[0] in self.parts:
                     continue
-                self.changes[user], self.changed_by[user] = change, reshape
+                self.changes[user] = change
                 waiting.extend(self._read(change, user))
                 if change.result is not None:
                     waiting.append((op.outputs[0], change.result))
@@ -222,7 +228,7 @@ class _Apart:
             change = self.changes.get(index)
             if change is not None:
                 pairs = zip(op.inputs, change.operands, strict=True)
-                inputs = [self._as(o, parts, self.changed_by[index]) for o, parts in pairs]
+                inputs = [self._as(o, parts, change.reshape) for o, parts in pairs]
                 self._write(op, inputs, change.params)
             elif _is_plain_reshape(op) and not self.parts.keys().isdisjoint((*op.inputs, *op.outputs)):
                 self._write_reshape(op)
@@ -269,7 +275,7 @@ class _Apart:
         return aval if parts is None else aval.update(shape=parts.shape(aval.shape))
 
 
-def _changed(flow: Dataflow, op: Op, side: int, parts: Parts) -> _Change | None:
+def _changed(flow: Dataflow, op: Op, side: int, parts: Parts, reshape: Op) -> _Change | None:
     """An operation of which one operand or the result has dims apart; None if it cannot."""
     avals = [*map(flow.aval, op.inputs), *(flow.avals[value] for value in op.outputs)]
     if len(op.outputs) != 1 or shims.has_effects(op.eqn) or any(map(explicitly_sharded, avals)):
@@ -278,7 +284,7 @@ def _changed(flow: Dataflow, op: Op, side: int, parts: Parts) -> _Change | None:
     if dims is None:
         return None
     operands, result = dims
-    return _Change(operands, result, {**op.params, **_params(op, operands, result)})
+    return _Change(operands, result, {**op.params, **_params(op, operands, result)}, reshape)
 
 
 def _sides_apart(

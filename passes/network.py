@@ -10,16 +10,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from cost_model import Axis, Hardware, Topology
+from cost_model.topology import slice_of
 from passes.collective import Collective
 
 
 @lru_cache(maxsize=16)
 def several_slices(mesh: Mesh) -> bool:
     """Whether a mesh's devices are TPUs of several slices: hops between those go through their hosts."""
-    slices = {
-        getattr(d, "slice_index", None) for d in mesh.devices.flat if getattr(d, "platform", "") == "tpu"
-    }
-    return len(slices) > 1
+    return len({slice_of(d) for d in mesh.devices.flat if getattr(d, "platform", "") == "tpu"}) > 1
 
 
 class Network:

@@ -548,7 +548,7 @@ def _dims_apart(flow: Dataflow, planned: Callable[[Dataflow], Plan], policy: Pol
 
     Where it is not, the graph stays as it is, and the report says why no ring is there then.
     """
-    found = merges(flow) if no_chains(flow) is None else ()
+    found = merges(flow) if flow.collectives and no_chains(flow) is None else ()
     if policy != "always":
         found = tuple(merge for merge in found if merge.fills_tiles)
     plan = best = planned(flow)

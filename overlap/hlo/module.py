@@ -20,6 +20,7 @@ __all__ = [
     "collective",
     "collective_instruction",
     "estimated_cycles",
+    "host_transfers",
 ]
 
 MOST_DEVICES: Final = 1 << 18
@@ -273,6 +274,17 @@ def collective(module: Module, instruction: Instruction) -> str | None:
     if instruction.opcode == "fusion" and instruction.calls[0].startswith(_FUSED_SCATTER):
         return "reduce-scatter"
     return found.opcode.removesuffix("-start")
+
+
+def host_transfers(module: Module) -> tuple[int, int]:
+    """The sends and receives whose other side is the host: those between slices, and others (callbacks)."""
+    between = [
+        "megascale" in i.attributes.get("frontend_attributes", "")
+        for computation in module.computations.values()
+        for i in computation.instructions
+        if i.is_host_transfer and i.opcode in ("send", "recv")
+    ]
+    return sum(between), len(between) - sum(between)
 
 
 def async_pairs(computation: Computation) -> dict[str, str]:

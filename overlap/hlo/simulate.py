@@ -24,7 +24,7 @@ from cost_model import Hardware, by_name, from_device_kind
 from cost_model.topology import Topology
 from overlap.hlo.costs import KERNEL_S, Cost, Costs, Elementwise
 from overlap.hlo.guess import guess_hardware, guess_topology
-from overlap.hlo.module import Instruction, Module, collective_instruction
+from overlap.hlo.module import Instruction, Module, collective_instruction, host_transfers
 from overlap.hlo.neighbours import Neighbours
 from overlap.hlo.steps import Step, Steps
 from overlap.hlo.streams import Backlog, Key, Streams, Sums, same
@@ -206,17 +206,6 @@ class _Simulation:
         if not self.module.is_scheduled:
             sentences.append("The module has no schedule: the order of its text is taken for one.")
         return (*sentences, *self.notes)
-
-
-def host_transfers(module: Module) -> tuple[int, int]:
-    """The sends and receives whose other side is the host: those between slices, and others (callbacks)."""
-    between = [
-        "megascale" in i.attributes.get("frontend_attributes", "")
-        for computation in module.computations.values()
-        for i in computation.instructions
-        if i.is_host_transfer and i.opcode in ("send", "recv")
-    ]
-    return sum(between), len(between) - sum(between)
 
 
 class _Walk:

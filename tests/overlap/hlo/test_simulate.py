@@ -10,8 +10,9 @@ import pytest
 from cost_model import by_name
 from cost_model.group_collectives import all_gather_s, all_reduce_s, reduce_scatter_s
 from cost_model.topology import Topology
+from overlap.hlo.module import host_transfers
 from overlap.hlo.parse import parse
-from overlap.hlo.simulate import WALKED, host_transfers, simulate
+from overlap.hlo.simulate import WALKED, simulate
 from overlap.hlo.timeline import CollectiveTime, Timeline
 
 TPU = by_name("tpu_v5p")
