@@ -61,6 +61,7 @@ class AllGatherDot:
       dots: the dots, in program order.
       reductions: reductions over the gathered dim between the gather and its dots.
       handed_out: values of the chain that are also needed whole; the ring assembles them.
+      again: operations of the chain that also run outside of the ring, on what it hands out.
       epilogue: operations that are applied to each block of the dots' results, in program order.
       unplaced: results of dots and of the epilogue that nothing else needs: they are never assembled.
       alike: the dots whose results are the same on several devices: all have to make a block of them by equal
@@ -75,6 +76,7 @@ class AllGatherDot:
     dots: tuple[BlockOp, ...]
     reductions: tuple[ShardReduction, ...]
     handed_out: tuple[int, ...]
+    again: frozenset[int] = frozenset()
     epilogue: tuple[BlockOp, ...] = ()
     unplaced: frozenset[int] = frozenset()
     alike: frozenset[int] = frozenset()
@@ -85,9 +87,14 @@ class AllGatherDot:
         return f"{self.collective.kind}_dot"
 
     @property
+    def ops(self) -> tuple[int, ...]:
+        """Operations that the ring runs, block by block, and the collective."""
+        return (self.collective.op, *(b.op for b in (*self.before, *self.after, *self.dots, *self.epilogue)))
+
+    @property
     def members(self) -> tuple[int, ...]:
         """Operations that the ring replaces."""
-        return (self.collective.op, *(b.op for b in (*self.before, *self.after, *self.dots, *self.epilogue)))
+        return tuple(op for op in self.ops if op not in self.again)
 
     @property
     def summed(self) -> tuple[BlockOp, ...]:
@@ -119,9 +126,19 @@ class DotReduceScatter:
         return f"dot_{self.collective.kind}"
 
     @property
+    def ops(self) -> tuple[int, ...]:
+        """Operations that the ring runs, block by block, and the collective."""
+        return (*(b.op for b in self.body), self.collective.op)
+
+    @property
+    def again(self) -> frozenset[int]:
+        """Operations that also run outside of the ring: none."""
+        return frozenset()
+
+    @property
     def members(self) -> tuple[int, ...]:
         """Operations that the ring replaces."""
-        return (*(b.op for b in self.body), self.collective.op)
+        return self.ops
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +169,19 @@ class DotPsum:
         return (*self.scatter.dots, *(self.gather.dots if self.gather else ()))
 
     @property
+    def ops(self) -> tuple[int, ...]:
+        """Operations that the rings run, block by block, and the collective."""
+        return (*self.scatter.ops, *(self.gather.ops[1:] if self.gather else ()))
+
+    @property
+    def again(self) -> frozenset[int]:
+        """Operations that also run outside of the rings."""
+        return self.gather.again if self.gather else frozenset()
+
+    @property
     def members(self) -> tuple[int, ...]:
         """Operations that the rings replace."""
-        return (*self.scatter.members, *(self.gather.members[1:] if self.gather else ()))
+        return tuple(op for op in self.ops if op not in self.again)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -481,10 +481,20 @@ def _contracted(
 
     order: nx.DiGraph[int] = nx.DiGraph()
     order.add_nodes_from(unit_of.get(index, index) for index in flow.live)
+    # What also runs outside of a ring is not awaited by it, but what that reads is.
+    again = {
+        op: number for number, unit in units.items() if isinstance(unit, Ring) for op in unit.chain.again
+    }
     order.add_edges_from(
         (a, b)
         for source, target in flow.edges()
-        if (a := unit_of.get(source, source)) != (b := unit_of.get(target, target))
+        if (a := unit_of.get(source, source)) != (b := unit_of.get(target, target)) and again.get(source) != b
+    )
+    order.add_edges_from(
+        (a, number)
+        for op, number in again.items()
+        for source in flow.before(op)
+        if (a := unit_of.get(source, source)) != number and again.get(source) != number
     )
     order.add_edges_from((a, b) for a, b in waits if a != b)
     for number, unit in units.items():

@@ -56,7 +56,7 @@ def excerpt(flow: Dataflow, chain: Chain, network: Network) -> Excerpt[RingSched
     mesh = network.mesh
     if mesh is None:
         return None
-    members = sorted(chain.members)
+    members = sorted(chain.ops)
     made = {value for op in members for value in flow.ops[op].outputs}
     taken = dict.fromkeys(
         operand

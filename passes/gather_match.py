@@ -14,6 +14,7 @@ from passes.chains import AllGatherDot, BlockOp, ShardReduction
 from passes.collective import Collective, explicitly_sharded
 from passes.dots import dot_dims
 from passes.graph import Dataflow, Op
+from passes.handed_out import handed_out
 from passes.invariance import Invariance
 from passes.reasons import Code, Reason
 
@@ -224,6 +225,7 @@ def gather_chain(flow: Dataflow, sinking: Sinking, invariance: Invariance) -> Al
     reduced = _shard_reductions(flow, sinking, members)
     gone = members.union(*(reduction.members for reduction in reduced))
     made = [source, *(value for block in kept for value in flow.ops[block.op].outputs)]
+    values, again = handed_out(flow, (source,), kept, gone)
     before, wire, after = _cut(flow, collective, kept, source, invariance)
     return AllGatherDot(
         collective=collective,
@@ -233,7 +235,8 @@ def gather_chain(flow: Dataflow, sinking: Sinking, invariance: Invariance) -> Al
         after=after,
         dots=tuple(dots),
         reductions=reduced,
-        handed_out=tuple(v for v in made if any(user not in gone for user in flow.users[v])),
+        handed_out=values,
+        again=again,
         alike=frozenset(dot.op for dot in dots if dot.op in sinking.alike),
     )
 

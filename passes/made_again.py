@@ -114,8 +114,8 @@ def made_again(
 
 def read_by_rings(flow: Dataflow, chains: Iterable[Chain]) -> frozenset[int]:
     """The values from elsewhere that rings read."""
-    made = {value for chain in chains for op in chain.members for value in flow.ops[op].outputs}
-    read = {operand for chain in chains for op in chain.members for operand in flow.ops[op].inputs}
+    made = {value for chain in chains for op in chain.ops for value in flow.ops[op].outputs}
+    read = {operand for chain in chains for op in chain.ops for operand in flow.ops[op].inputs}
     return frozenset(operand for operand in read if isinstance(operand, int) and operand not in made)
 
 

@@ -24,7 +24,7 @@ def read_elsewhere(flow: Dataflow, chain: AllGatherDot | DotReduceScatter) -> tu
     (operand, *_) = flow.ops[chain.collective.op].inputs
     if not shims.on_gpu(flow.aval(operand)) or not starts_explicitly(flow, chain):
         return ()
-    made = {value for op in chain.members for value in flow.ops[op].outputs}
+    made = {value for op in chain.ops for value in flow.ops[op].outputs}
     own = {dot.op for dot in chain.dots}
     operands = dict.fromkeys(value for dot in chain.dots for value in flow.ops[dot.op].inputs)
     return tuple(
