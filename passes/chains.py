@@ -131,13 +131,8 @@ class DotReduceScatter:
         return (*(b.op for b in self.body), self.collective.op)
 
     @property
-    def again(self) -> frozenset[int]:
-        """Operations that also run outside of the ring: none."""
-        return frozenset()
-
-    @property
     def members(self) -> tuple[int, ...]:
-        """Operations that the ring replaces."""
+        """Operations that the ring replaces: all that it runs."""
         return self.ops
 
 
@@ -174,14 +169,9 @@ class DotPsum:
         return (*self.scatter.ops, *(self.gather.ops[1:] if self.gather else ()))
 
     @property
-    def again(self) -> frozenset[int]:
-        """Operations that also run outside of the rings."""
-        return self.gather.again if self.gather else frozenset()
-
-    @property
     def members(self) -> tuple[int, ...]:
         """Operations that the rings replace."""
-        return tuple(op for op in self.ops if op not in self.again)
+        return (*self.scatter.members, *(self.gather.members[1:] if self.gather else ()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -202,3 +192,9 @@ Chain = AllGatherDot | DotReduceScatter | DotPsum
 def reductions(chain: Chain) -> tuple[ShardReduction, ...]:
     """The reductions over the gathered dim that a chain takes over."""
     return chain.reductions if isinstance(chain, AllGatherDot) else ()
+
+
+def run_again(chain: Chain) -> frozenset[int]:
+    """The operations of a chain that also run outside of its ring."""
+    gather = chain.gather if isinstance(chain, DotPsum) else chain
+    return gather.again if isinstance(gather, AllGatherDot) else frozenset()

@@ -12,7 +12,7 @@ import numpy as np
 from cost_model import Estimate, Hardware
 from cost_model.plain_chain import pays
 from passes.before import before_each
-from passes.chains import AllGatherDot, Chain, Lone, ShardReduction, reductions
+from passes.chains import AllGatherDot, Chain, Lone, ShardReduction, reductions, run_again
 from passes.collective import Collective
 from passes.emit import Ring
 from passes.excerpt import Choice, Excerpt, excerpt
@@ -483,7 +483,7 @@ def _contracted(
     order.add_nodes_from(unit_of.get(index, index) for index in flow.live)
     # What also runs outside of a ring is not awaited by it, but what that reads is.
     again = {
-        op: number for number, unit in units.items() if isinstance(unit, Ring) for op in unit.chain.again
+        op: number for number, unit in units.items() if isinstance(unit, Ring) for op in run_again(unit.chain)
     }
     order.add_edges_from(
         (a, b)

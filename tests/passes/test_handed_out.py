@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from passes.chains import AllGatherDot, DotPsum
+from passes.chains import AllGatherDot, DotPsum, run_again
 from passes.graph import Dataflow
 from tests.libtpu import needs_libtpu
 from tests.passes import bodies, spmd
@@ -223,7 +223,7 @@ def test_of_a_psum_with_a_ring_behind_it_too() -> None:
     shards = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in (X, W, V)]
     flow, matches = bodies.matched(body, *shards, check_vma=False)
     chains = [chain for match in matches if isinstance(match.found, tuple) for chain in match.found]
-    found = [c.again for c in chains if isinstance(c, DotPsum) and c.gather is not None]
+    found = [run_again(c) for c in chains if isinstance(c, DotPsum) and c.gather is not None]
     assert found
     for again in found:
         assert {flow.ops[op].name for op in again} == {"convert_element_type", "mul"}
