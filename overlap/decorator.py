@@ -365,7 +365,9 @@ def _check_referable(fun: Any) -> None:
 
 
 def _is_wrapped_elsewhere(fun: Any) -> bool:
-    """Whether another library has jitted a function, of arguments that it takes apart: flax, equinox."""
+    """Whether a function is compiled, or jitted by a library that takes arguments apart: flax, equinox."""
+    if isinstance(fun, jax.stages.Compiled):
+        return True
     if shims.is_jitted(fun) or type(fun).__module__.startswith(("jax", "overlap")):
         return False
     return isinstance(fun, jax.stages.Wrapped) or (hasattr(fun, "lower") and hasattr(fun, "__wrapped__"))
@@ -377,6 +379,11 @@ def _wrapped_as(fun: Any) -> tuple[str, str]:
         return (
             "compiled already, as by jax.pmap",
             "Write it with jax.shard_map, and decorate the jax.jit of that.",
+        )
+    if isinstance(fun, jax.stages.Compiled):
+        return (
+            "compiled already, by .lower(...).compile()",
+            "Decorate the function, then lower and compile that.",
         )
     return (
         f"{type(fun).__module__.partition('.')[0]}'s {type(fun).__name__}",

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from passes.blocks import shards
@@ -114,9 +115,14 @@ def unsupported(flow: Dataflow, collective: Collective) -> Reason | None:
     aval = flow.avals[op.outputs[0]]
     if not aval.size:
         return Reason(Code.EMPTY)
-    if not isinstance(aval.dtype, np.dtype) or aval.dtype == np.bool_:
+    if not isinstance(aval.dtype, np.dtype) or aval.dtype == np.bool_ or of_two_bits(aval.dtype):
         return Reason(Code.UNSUPPORTED_DTYPE, f"It is {aval.dtype}.")
     return None
+
+
+def of_two_bits(dtype: Any) -> bool:
+    """Whether numbers have two bits: over a barrier of such libtpu 0.0.50 ends the process."""
+    return dtype in (jnp.int2, jnp.uint2)
 
 
 def explicitly_sharded(aval: Any) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from passes import shims
 from passes.blocks import Call, blockwise, shards
 from passes.chains import AllGatherDot, BlockOp, ShardReduction
-from passes.collective import Collective, explicitly_sharded
+from passes.collective import Collective, explicitly_sharded, of_two_bits
 from passes.dots import dot_dims
 from passes.graph import Dataflow, Op
 from passes.handed_out import handed_out
@@ -374,7 +374,7 @@ def _cut(
             break
         path.append(block)
         value = op.outputs[0]
-        if flow.bytes_of(value) <= flow.bytes_of(wire):
+        if flow.bytes_of(value) <= flow.bytes_of(wire) and not of_two_bits(flow.avals[value].dtype):
             wire, length = value, len(path)
     before = tuple(path[:length])
     done = {block.op for block in before}

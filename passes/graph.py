@@ -71,8 +71,9 @@ class Op:
 
     @property
     def name(self) -> str:
-        """The primitive's name."""
-        return str(self.eqn.primitive.name)
+        """The primitive's name; of what is to run elsewhere than on the device's cores, that too."""
+        name, place = str(self.eqn.primitive.name), shims.placed_on(self.eqn)
+        return name if place is None else f"{name} on {place}"
 
     @property
     def params(self) -> Mapping[str, Any]:
@@ -402,7 +403,7 @@ class _Reader:
         """The jaxpr that may stand in place of an equation that asks for no more than to run it; or None."""
         name, params = eqn.primitive.name, eqn.params
         calls = name in _CUSTOM or name in _JITTED  # most equations call nothing
-        if not calls or shims.has_effects(eqn):
+        if not calls or shims.has_effects(eqn) or shims.placed_on(eqn) is not None:
             return None
         if name in _CUSTOM:
             return None if self.differentiable else params["call_jaxpr"]

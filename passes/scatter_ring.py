@@ -26,6 +26,7 @@ from passes.block_eval import (
     blocks_of,
     chain_scope,
     cut_once,
+    in_rows,
     loop,
     read_after,
     reading,
@@ -34,6 +35,7 @@ from passes.block_eval import (
     tie_typed,
     write_in_a_row,
 )
+from passes.blocks import is_fusible
 from passes.chains import DotReduceScatter
 from passes.graph import Dataflow, Op, Operand
 from passes.hops import Places, Rings
@@ -93,7 +95,8 @@ class _Ring:
         # products for other pieces can hide its hop.
         self.sum_first = shims.on_tpu(self.operand_aval) and len(self.divided) > 1
         self.cut = cut_once(flow, chain.body)
-        self.read = read
+        rows = {operand: in_rows(flow, read(operand)) for operand in self.cut if _transposed(flow, operand)}
+        self.read = reading(rows, read)
         self.in_flight: list[int] = []
         self.wholes: dict[int, Any] = {}
         self.read_elsewhere = tuple(o for o in read_elsewhere(flow, chain) if o not in self.cut)
@@ -308,6 +311,21 @@ class _Ring:
             result = blank_of(tuple(shape), result, differentiable=self.flow.differentiable)
             result, _ = write_in_a_row(result, shards, self.dim, 0, self.rings[0])
         return result if collective.tiled else lax.squeeze(result, (collective.dim,))
+
+
+def _transposed(flow: Dataflow, value: int) -> bool:
+    """Whether a value is a transposed one in another form: what an attention gives has its heads moved.
+
+    A TPU's compiler may leave it as it was made, and then lays the whole out anew for every piece that is cut
+    out of it: the step of an attention took 5 % longer (v5p).
+    """
+    while (maker := flow.producer.get(value)) is not None and is_fusible(flow.ops[maker].name):
+        op = flow.ops[maker]
+        arrays = [operand for operand in op.inputs if isinstance(operand, int) and flow.avals[operand].shape]
+        if op.name == "transpose" or len(arrays) != 1:
+            return op.name == "transpose"
+        (value,) = arrays
+    return False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

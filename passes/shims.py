@@ -96,6 +96,14 @@ def source_line(eqn: JaxprEqn) -> str:
     return UNKNOWN
 
 
+def placed_on(eqn: JaxprEqn) -> str | None:
+    """What an equation is to run on, if not on the device's cores: a ``compute_on`` of jax 0.10 around it.
+
+    In jax 0.12 that is a call.
+    """
+    return getattr(eqn.ctx, "compute_type", None)
+
+
 def is_users(file_name: str) -> bool:
     """Whether a file is none of this library, of jax or of Python."""
     if file_name.startswith("<frozen "):

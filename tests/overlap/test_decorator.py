@@ -494,6 +494,14 @@ def test_a_mesh_that_does_not_know_its_devices_is_unknown_hardware() -> None:
     assert [site.reason for site in sites] == ["unknown_hardware"] * 2
 
 
+def test_a_function_that_is_compiled_already_is_refused_with_what_to_do_instead() -> None:
+    compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
+    with pytest.raises(
+        TypeError, match=r"compiled already, by \.lower\(\.\.\.\)\.compile\(\)\. Decorate the"
+    ):
+        overlap_collectives(compiled)
+
+
 def test_a_function_that_pmap_compiled_is_refused_with_what_to_write_instead() -> None:
     with pytest.raises(TypeError, match=r"compiled already, as by jax\.pmap\. Write it with jax\.shard_map"):
         overlap_collectives(jax.pmap(lambda x: x))

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from tests.passes import spmd
+from passes.chains import AllGatherDot
+from passes.reasons import Code, Reason
+from tests.passes import bodies, spmd
 
 RNG = np.random.default_rng(0)
 NARROW = ["bfloat16", "float16"]
@@ -359,3 +361,21 @@ def test_a_block_of_one_row_stays_whole(directions: int, tiled: bool) -> None:
     np.testing.assert_allclose(gathered.rewritten, exact, rtol=0, atol=1e-4)
     exact = scattered_dots(y, w)
     np.testing.assert_allclose(scattered.rewritten, exact if tiled else exact[:, 0], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["int2", "uint2"])
+@pytest.mark.parametrize("cast", ["before", "after"])
+def test_integers_of_two_bits_do_not_travel(dtype: str, cast: str) -> None:
+    """XLA:CPU gathers others than they are, and the TPU compiler ends the process over a barrier of them."""
+
+    def body(x: Any, w: Any) -> Any:
+        narrow = gather(x) if cast == "before" else gather(x).astype(dtype)
+        return narrow.astype(jnp.float32) @ w
+
+    x = jax.ShapeDtypeStruct((4, 8), dtype if cast == "before" else "int8")
+    flow, (match,) = bodies.matched(body, x, jax.ShapeDtypeStruct((8, 5), "float32"))
+    if cast == "before":
+        assert isinstance(match.found, Reason) and match.found.code is Code.UNSUPPORTED_DTYPE
+    else:
+        assert isinstance(match.found, tuple) and isinstance(match.found[0], AllGatherDot)
+        assert flow.avals[match.found[0].wire].dtype == np.int8

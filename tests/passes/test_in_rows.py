@@ -68,3 +68,37 @@ def test_results_whose_rows_are_no_whole_tiles_are_left_to_the_compiler(
 ) -> None:
     monkeypatch.setattr(shims, "on_tpu", lambda aval: True)
     assert not pinned(traced("psum", 8)[0])
+
+
+def transposed(x: Any, w: Any) -> Any:
+    """As an attention's heads are moved behind its tokens before the last dot."""
+    heads = jnp.transpose(x.reshape(2, 2, -1, 128), (0, 2, 1, 3)).reshape(2, -1, 256)
+    return lax.psum_scatter(heads @ w, "x", scatter_dimension=1, tiled=True)
+
+
+@pytest.mark.parametrize("body", [transposed, lambda x, w: transposed(jnp.sin(x), w)], ids=["moved", "made"])
+@pytest.mark.parametrize("unroll", [0, 1])
+def test_what_is_transposed_is_laid_out_once_for_all_blocks_of_a_scatter(
+    body: Callable[..., Any], unroll: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shims, "on_tpu", lambda aval: True)
+    x = np.zeros((AXIS_SIZE, 2, 64 * 256), np.float32)
+    given = (x, np.zeros((AXIS_SIZE, 256, 128), np.float32))
+
+    def pins(body: Callable[..., Any]) -> list[tuple[int, ...]]:
+        with spmd.only_schedule(RingSchedule(directions=1, unroll=unroll)):
+            plan = passes.make_plan(
+                jitted(body, 2, AXIS_SIZE, check_vma=False).trace(*given).jaxpr,
+                "always",
+                lambda kind: by_name("tpu_v5p"),
+            )
+            jaxpr = jax.make_jaxpr(passes.rewritten(plan))(*given)
+        equations = (eqn for eqn in bodies.equations(jaxpr) if eqn.primitive.name == "layout_constraint")
+        return [eqn.outvars[0].aval.shape for eqn in equations if eqn.outvars[0].aval.ndim == 3]
+
+    assert pins(body) == [(2, 64, 256)]
+
+    def as_it_is(x: Any, w: Any) -> Any:
+        return lax.psum_scatter(jnp.sin(x).reshape(2, -1, 256) @ w, "x", scatter_dimension=1, tiled=True)
+
+    assert not pins(as_it_is)
