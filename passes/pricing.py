@@ -24,7 +24,7 @@ from passes.graph import Dataflow
 from passes.schedule import Across, RingSchedule, across, gather_schedule
 from passes.starts import may_start_explicitly
 from passes.turns import shares
-from passes.wire import may_round, wire_dtype
+from passes.wire import gathered_dtype, may_round, wire_dtype
 
 Pricer = Callable[[RingSchedule], Estimate]
 
@@ -131,7 +131,8 @@ def gather_sizes(
     # Between TPUs what the dots round travels so, by rings, and as written.
     sent = wire_dtype(flow, chain) if on_torus else wire.dtype
     rounded = {} if sent == wire.dtype else dict.fromkeys(chain.blocked, sent.name)
-    gathered_bytes = gathered.size * (sent if rounded else gathered.dtype).itemsize
+    gathered_as = gathered_dtype(flow, chain) if on_torus else gathered.dtype
+    gathered_bytes = gathered.size * (sent if rounded else gathered_as).itemsize
     if on_torus and not rounded and may_round(flow, chain):
         # What cannot be known is taken to be in favour of the program as written.
         gathered_bytes //= 2
@@ -165,7 +166,11 @@ def scatter_sizes(
     blocked = cut_once(flow, chain.body)
     rows = (flow.avals[value] for value, dim in blocked.items() if dim == 0 and flow.avals[value].ndim > 1)
     right = {flow.ops[dot.op].inputs[1] for dot in chain.dots}
-    apart_bytes = {value: flow.bytes_of(value) for value, dim in blocked.items() if dim}
+    of_dots = {operand for dot in chain.dots for operand in flow.ops[dot.op].inputs}
+    factors = [
+        value for value in blocked if value not in of_dots and flow.avals[value].size >= scattered.size
+    ]
+    apart_bytes = {value: flow.bytes_of(value) for value, dim in blocked.items() if dim and value in of_dots}
     scatters = chain.collective.kind == "reduce_scatter"
 
     @functools.cache
@@ -181,6 +186,7 @@ def scatter_sizes(
         right_apart_bytes=0
         if scatters
         else sum(size for value, size in apart_bytes.items() if value in right),
+        factors_bytes=sum(map(flow.bytes_of, factors)),
         rows=tuple(
             CutRows(aval.size * aval.dtype.itemsize, aval.shape[0], aval.dtype.itemsize) for aval in rows
         ),

@@ -17,7 +17,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from cost_model import by_name
+from cost_model import Axis, by_name
 from cost_model.ring_work import Before
 from passes import pricing, shims
 from passes.chains import Chain
@@ -25,6 +25,8 @@ from passes.graph import Dataflow, dataflow
 from passes.match import match_dataflow
 from passes.network import Network
 from passes.prices import Prices, likeness
+from passes.pricing import pricer
+from passes.schedule import RingSchedule
 from tests.passes import bodies
 
 ROWS, WIDTH = 16, 64
@@ -211,3 +213,28 @@ def test_without_hardware_the_last_schedule_is_taken() -> None:
     estimate, schedule = Prices(flow, Network(None), {}, alone=False).best(chains[0])
     assert estimate is None
     assert schedule.directions == 2
+
+
+@pytest.mark.parametrize(("chip", "apart"), [("tpu_v4", True), ("tpu_v5e", True), ("h100", False)])
+def test_what_a_dot_s_result_is_combined_with_takes_a_pass_of_its_own_in_a_ring(
+    chip: str, apart: bool
+) -> None:
+    """As written it is part of the dot; not on GPUs, whose matmuls are a library's."""
+
+    def plain(x: Any, w: Any, factor: Any) -> Any:
+        return lax.psum_scatter(x @ w, "x", scatter_dimension=0, tiled=True)
+
+    def combined(x: Any, w: Any, factor: Any) -> Any:
+        return lax.psum_scatter(x @ w * factor, "x", scatter_dimension=0, tiled=True)
+
+    axis, size = Axis(by_name(chip), 4), 4096
+    shards = (shard(size, 8 * size), shard(8 * size, size), shard(size, size))
+    found = []
+    for body in (plain, combined):
+        flow, (chain,) = chains_of(body, *shards)
+        found.append(pricer(flow, chain, axis)(RingSchedule(directions=2)))
+    without, with_it = found
+    assert without.original_s == with_it.original_s
+    added_bytes = (with_it.partials_s - without.partials_s) * axis.hardware.hbm_bytes_per_s
+    array_bytes = 4 * size * size
+    assert added_bytes == pytest.approx(3 / 4 * 3 * array_bytes if apart else 0)

@@ -23,7 +23,7 @@ from passes import shims
 from passes.chains import AllGatherDot
 from passes.pricing import gather_sizes, pricer
 from passes.schedule import RingSchedule
-from passes.wire import wire_dtype
+from passes.wire import gathered_dtype, wire_dtype
 from tests.passes import bodies, spmd
 from tests.passes.ring_patterns import jitted
 
@@ -186,3 +186,36 @@ def test_a_small_chain_is_priced_as_it_travels() -> None:
     axis = Axis(by_name("tpu_v5p"), 4)
     plain = chain_of("all_gather_dot", 4 * SIZE, SIZE, SIZE - 1, dtype="float32")
     assert plain.wire_bytes(axis) == plain.moved_bytes
+
+
+@pytest.mark.parametrize(("chip", "cast_first"), [("tpu_v4", True), ("tpu_v5e", True), ("h100", False)])
+def test_a_cast_to_fewer_bytes_goes_before_the_gather_as_written_on_tpus(chip: str, cast_first: bool) -> None:
+    """XLA's TPU compiler moves it there, and a ring that does too gains nothing by it."""
+
+    def after(x: Any, w: Any) -> Any:
+        return gathered(x).astype(BF16) @ w.astype(BF16)
+
+    def before(x: Any, w: Any) -> Any:
+        return gathered(x.astype(BF16)) @ w.astype(BF16)
+
+    axis = Axis(by_name(chip), 4)
+    cast, narrow = (
+        pricer(*matched(body, (8192, 4096), (4096, 4096)), axis)(RingSchedule(directions=2))
+        for body in (after, before)
+    )
+    assert cast.overlapped_s == narrow.overlapped_s
+    ratio = cast.collective_s / narrow.collective_s
+    assert ratio == 1 if cast_first else 1 < ratio <= 2
+
+
+def test_other_casts_stay_where_they_are() -> None:
+    def body(x: Any, w: Any) -> Any:
+        return jnp.exp(gathered(x)).astype(BF16) @ w.astype(BF16)
+
+    flow, chain = matched(body, (SIZE, SIZE), (SIZE, SIZE))
+    assert gathered_dtype(flow, chain) == F32
+
+    def wider(x: Any, w: Any) -> Any:
+        return gathered(x).astype(F32) @ w.astype(F32)
+
+    assert gathered_dtype(*matched(wider, (SIZE, SIZE), (SIZE, SIZE), dtype=BF16)) == BF16
