@@ -14,6 +14,7 @@ from collections.abc import Iterator, Set
 from fractions import Fraction
 from typing import Any
 
+import jax
 import numpy as np
 from jax import lax
 
@@ -29,6 +30,7 @@ from passes.block_eval import (
     reading,
     run_on_piece,
     tie_typed,
+    transposed,
     write_in_a_row,
 )
 from passes.chains import AllGatherDot, Chain, DotPsum, DotReduceScatter
@@ -263,7 +265,9 @@ class _Whole:
         if not isinstance(operand, int):
             return self._read(operand)
         if operand not in self._held:
-            self._held[operand] = self._read(operand)
+            value = self._read(operand)
+            turned = shims.on_gpu(jax.typeof(value)) and transposed(self._flow, operand)
+            self._held[operand] = shims.row_major(value) if turned else value
         return self._held[operand]
 
     def behind(self, value: Any) -> Any:

@@ -15,7 +15,7 @@ from jax import lax
 
 from cost_model.tile import LANES, TILE_ROWS
 from passes import shims
-from passes.blocks import LONE, Blockwise, block_params
+from passes.blocks import LONE, Blockwise, block_params, is_fusible
 from passes.chains import BlockOp, Chain
 from passes.gather_match import call_of
 from passes.graph import Dataflow, Operand
@@ -243,17 +243,32 @@ def write(whole: Any, part: Any, starts: Mapping[int, Any], places: Places) -> A
     return lax.dynamic_update_slice(whole, part, indices, allow_negative_indices=False)
 
 
-def in_rows(flow: Dataflow, whole: Any) -> Any:
-    """An array that parts are written to, laid out by rows on a TPU.
+def in_rows(flow: Dataflow, whole: Any, *, dims: int = 3) -> Any:
+    """An array that parts are written to, or cut out of, laid out by rows on a TPU.
 
     Its compiler may else lay one of three dims out by columns, and turns every part to write it, and what is
-    read with it: a Megatron MLP's step took 6 % longer (v5p). Arrays whose rows are no whole tiles are left
-    to it, and so is what jax is to differentiate.
+    read with it: a Megatron MLP's step took 6 % longer (v5p). Arrays of fewer dims than `dims` are left to
+    it, those whose rows are no whole tiles, and what jax is to differentiate.
     """
     shape = whole.shape
-    if len(shape) < 3 or shape[-1] % LANES or shape[-2] % TILE_ROWS or flow.differentiable:
+    if len(shape) < dims or shape[-1] % LANES or shape[-2] % TILE_ROWS or flow.differentiable:
         return whole
     return shims.row_major(whole) if shims.on_tpu(jax.typeof(whole)) else whole
+
+
+def transposed(flow: Dataflow, value: int) -> bool:
+    """Whether a value is a transposed one in another form: what an attention gives has its heads moved.
+
+    Compilers may leave it as it was made, and then lay the whole out anew for every piece that is cut out of
+    it behind a barrier: the step of an attention took 5 % longer (v5p), its last dot 20 % (H100).
+    """
+    while (maker := flow.producer.get(value)) is not None and is_fusible(flow.ops[maker].name):
+        op = flow.ops[maker]
+        arrays = [operand for operand in op.inputs if isinstance(operand, int) and flow.avals[operand].shape]
+        if op.name == "transpose" or len(arrays) != 1:
+            return op.name == "transpose"
+        (value,) = arrays
+    return False
 
 
 def write_in_a_row(whole: Any, parts: Iterable[Any], dim: int, start: int, places: Places) -> tuple[Any, int]:

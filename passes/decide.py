@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, Any, Final, Generic, Literal
 
@@ -175,7 +177,14 @@ def decide(
             before_s, hidden_s = hidden_s, hidden.seconds(_priced_rings(decided.values()))
             ops = {op for op, seconds in before_s.items() if hidden_s.get(op, 0.0) < seconds}
             proposals = [p for p in proposals if p[0].collective.op in ops]
-    return tuple(_against_all(decided[op], as_written_s.get(op, 0.0)) for op in sorted(decided))
+    revised = tuple(_against_all(decided[op], as_written_s.get(op, 0.0)) for op in sorted(decided))
+    if (
+        policy == "auto"
+        and network.hardware is not None
+        and revised != tuple(map(decided.get, sorted(decided)))
+    ):
+        return _if_all_pay(revised, network.hardware)
+    return revised
 
 
 def _collectives_s(proposals: Iterable[tuple[Decision, tuple[Chain, ...]]]) -> Mapping[int, float]:
@@ -213,6 +222,19 @@ def _against_all(decision: Decision, as_written_s: float) -> Decision:
         return decision
     reason = Reason(decision.reason.code, "Beside the rings before it nothing would hide the collective.")
     return dataclasses.replace(first, reason=reason)
+
+
+def _if_all_pay(decisions: tuple[Decision, ...], hardware: Hardware) -> tuple[Decision, ...]:
+    """The decisions, without rings if all together do not pay: some expose collectives that were hidden."""
+    rings = [d.estimate for d in decisions if d.rewritten and d.ring is not None and d.estimate is not None]
+    if not rings or pays(functools.reduce(operator.add, rings), hardware):
+        return decisions
+    exposed = "Rings would expose a collective that is hidden as written, and all together gain too little."
+    why = Reason(Code.NOT_PROFITABLE, exposed)
+    return tuple(
+        dataclasses.replace(d, rewritten=False, reason=why) if d.rewritten and d.ring is not None else d
+        for d in decisions
+    )
 
 
 def ask(policy: Callable[[Site], bool], site: Site) -> bool:

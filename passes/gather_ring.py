@@ -22,6 +22,7 @@ from passes.block_eval import (
     blank,
     blocks_of,
     chain_scope,
+    cut_once,
     in_rows,
     loop,
     reading,
@@ -80,7 +81,10 @@ class _Ring:
         operand: Any,
     ) -> None:
         self.flow, self.chain, self.schedule = flow, chain, schedule
-        self.read, self.rings, self.operand = read, rings, operand
+        # Else a dot may lay out by columns what it makes for these blocks, which is then turned round: the
+        # layer of a router took 15 % longer (v5e).
+        rows = {o: in_rows(flow, read(o), dims=2) for o in cut_once(flow, chain.after) if o != chain.wire}
+        self.read, self.rings, self.operand = reading(rows, read), rings, operand
         self.dim = chain.blocked[chain.wire]
         self.cut_across = across(flow, chain) if schedule.across else None
         unit = divisions(flow, chain)

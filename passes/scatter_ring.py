@@ -33,9 +33,9 @@ from passes.block_eval import (
     run_on_piece,
     tie,
     tie_typed,
+    transposed,
     write_in_a_row,
 )
-from passes.blocks import is_fusible
 from passes.chains import DotReduceScatter
 from passes.graph import Dataflow, Op, Operand
 from passes.hops import Places, Rings
@@ -95,7 +95,7 @@ class _Ring:
         # products for other pieces can hide its hop.
         self.sum_first = shims.on_tpu(self.operand_aval) and len(self.divided) > 1
         self.cut = cut_once(flow, chain.body)
-        rows = {operand: in_rows(flow, read(operand)) for operand in self.cut if _transposed(flow, operand)}
+        rows = {operand: in_rows(flow, read(operand)) for operand in self.cut if transposed(flow, operand)}
         self.read = reading(rows, read)
         self.in_flight: list[int] = []
         self.wholes: dict[int, Any] = {}
@@ -311,21 +311,6 @@ class _Ring:
             result = blank_of(tuple(shape), result, differentiable=self.flow.differentiable)
             result, _ = write_in_a_row(result, shards, self.dim, 0, self.rings[0])
         return result if collective.tiled else lax.squeeze(result, (collective.dim,))
-
-
-def _transposed(flow: Dataflow, value: int) -> bool:
-    """Whether a value is a transposed one in another form: what an attention gives has its heads moved.
-
-    A TPU's compiler may leave it as it was made, and then lays the whole out anew for every piece that is cut
-    out of it: the step of an attention took 5 % longer (v5p).
-    """
-    while (maker := flow.producer.get(value)) is not None and is_fusible(flow.ops[maker].name):
-        op = flow.ops[maker]
-        arrays = [operand for operand in op.inputs if isinstance(operand, int) and flow.avals[operand].shape]
-        if op.name == "transpose" or len(arrays) != 1:
-            return op.name == "transpose"
-        (value,) = arrays
-    return False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from overlap import overlap_collectives
-from passes import Site
+from passes import Site, decide
 from tests.libtpu import needs_libtpu
 from tests.passes import spmd
 from tests.passes.tpu_process import told_by
@@ -70,8 +70,9 @@ def shapes_of(body: Callable[..., Any], devices: int) -> tuple[Any, Any, Any]:
     return shapes, (P("x"), P(None, "x"), P(None, "x")), P("x")
 
 
-def sites(body: Callable[..., Any], hardware: str, policy: Any = "auto") -> tuple[Site, ...]:
+def sites(body: Callable[..., Any], hardware: str, policy: Any = "auto", shrunk: int = 1) -> tuple[Site, ...]:
     shapes, specs, out = shapes_of(body, 4)
+    shapes = tuple(tuple(size // shrunk for size in shape) for shape in shapes)
     mapped = jax.shard_map(body, mesh=spmd.mesh_of(4), in_specs=specs, out_specs=out, check_vma=False)
     arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
     return overlap_collectives(jax.jit(mapped), policy=policy, hardware=hardware).explain(*arguments).sites
@@ -141,6 +142,15 @@ def test_beside_a_ring_nothing_is_hidden(chip: str) -> None:
     rings_s = first.estimate.overlapped_s + second.estimate.overlapped_s
     saved_s = first.estimate.benefit_s + second.estimate.benefit_s
     assert saved_s == pytest.approx(first.estimate.collective_s + dots_s - rings_s)
+
+
+def test_rings_that_lose_together_what_was_hidden_are_not_made() -> None:
+    """Each gains beside the other, but the second weight is gathered beside the first one's dot as it is."""
+    both = sites(fsdp, "tpu_v5e", shrunk=4)
+    assert [(site.rewritten, site.reason) for site in both] == [(False, "not_profitable")] * 2
+    assert all("all together gain too little" in site.sentence for site in both)
+    first, _ = sites(fsdp, "tpu_v5e", lambda site: site.reason == "profitable", shrunk=4)
+    assert first.reason == "policy_accepted"
 
 
 def test_a_users_policy_is_asked_once_for_each_chain() -> None:
@@ -222,8 +232,11 @@ def test_compilers_leave_exposed_what_is_said(slice_name: str, chip: str) -> Non
         assert whole_s - hidden_s == pytest.approx(exposed_s, rel=0.3), name
 
 
-def test_what_a_later_ring_exposes_is_decided_again() -> None:
-    """The third gather is hidden beside the rings of the first round, exposed beside those of the second."""
+def test_what_a_later_ring_exposes_is_decided_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The third gather is hidden beside the rings of the first round, exposed beside those of the second.
+
+    All together they lose, and so none is made in the end.
+    """
 
     def multiplied(y: Any, w: Any) -> Any:
         return jnp.tanh(lax.all_gather(y, "x", axis=0, tiled=True) @ w.T @ w)[: y.shape[0]]
@@ -244,5 +257,11 @@ def test_what_a_later_ring_exposes_is_decided_again() -> None:
     )
     shapes = [(8192, 4096), *[(4096, 4096)] * 5]
     arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    report = overlap_collectives(jax.jit(mapped), hardware="tpu_v5e", strict=True).explain(*arguments)
-    assert {site.reason for site in report.sites} == {"profitable"}
+
+    def reasons() -> set[str]:
+        overlapped = overlap_collectives(jax.jit(mapped), hardware="tpu_v5e", strict=True)
+        return {site.reason for site in overlapped.explain(*arguments).sites}
+
+    assert reasons() == {"not_profitable"}
+    monkeypatch.setattr(decide, "_if_all_pay", lambda decisions, hardware: decisions)
+    assert reasons() == {"profitable"}

@@ -102,3 +102,54 @@ def test_what_is_transposed_is_laid_out_once_for_all_blocks_of_a_scatter(
         return lax.psum_scatter(jnp.sin(x).reshape(2, -1, 256) @ w, "x", scatter_dimension=1, tiled=True)
 
     assert not pins(as_it_is)
+
+
+def pins_on(
+    monkeypatch: pytest.MonkeyPatch,
+    platform: str,
+    body: Callable[..., Any],
+    given: Any,
+    schedule: RingSchedule,
+) -> list[tuple[int, ...]]:
+    """The shapes that a rewritten body lays out by rows, were it for these devices."""
+    monkeypatch.setattr(shims, f"on_{platform}", lambda aval: True)
+    with spmd.only_schedule(schedule):
+        plan = passes.make_plan(
+            jitted(body, 2, AXIS_SIZE, check_vma=False).trace(*given).jaxpr,
+            "always",
+            lambda kind: by_name("h100"),
+        )
+        jaxpr = jax.make_jaxpr(passes.rewritten(plan))(*given)
+    equations = (eqn for eqn in bodies.equations(jaxpr) if eqn.primitive.name == "layout_constraint")
+    return [eqn.outvars[0].aval.shape for eqn in equations]
+
+
+def test_on_gpus_each_piece_of_three_dims_is_turned_once_for_all_its_dots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def body(x: Any, w: Any) -> Any:
+        whole = gather(x, 1)
+        return whole @ w, whole @ (2 * w), whole @ (3 * w)
+
+    x, w = (np.zeros(shape, np.float32) for shape in ((AXIS_SIZE, 2, 16, 8), (AXIS_SIZE, 8, 256)))
+    schedule = RingSchedule(directions=1, route="all_gather", chains=2)
+    assert pins_on(monkeypatch, "gpu", body, (x, w), schedule) == [(2, 32, 8)] * 2
+
+
+def test_on_gpus_what_is_transposed_is_turned_once_for_all_pieces_of_a_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, w = np.zeros((AXIS_SIZE, 2, 64 * 256), np.float32), np.zeros((AXIS_SIZE, 256, 128), np.float32)
+    schedule = RingSchedule(directions=1, route="reduce_scatter", chains=2, across=True)
+    assert pins_on(monkeypatch, "gpu", transposed, (x, w), schedule) == [(2, 64, 256)]
+
+
+def test_what_is_cut_into_blocks_for_a_gather_s_dots_is_laid_out_by_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def body(x: Any, w: Any) -> Any:
+        made = x.reshape(-1, 8) @ w  # [64, 256]
+        return (gather(w[:4] * 2) * made[:16]) @ w.T
+
+    x, w = np.zeros((AXIS_SIZE, 2, 32, 8), np.float32), np.zeros((AXIS_SIZE, 8, 256), np.float32)
+    assert (16, 256) in pins_on(monkeypatch, "tpu", body, (x, w), RingSchedule(directions=1))
