@@ -109,7 +109,8 @@ class ScatterSizes:
       right_apart_bytes: those of a psum's right operands. TPU compilers were seen to read them where they are
         (57 compiled psums), if no chunks share them; reduce_scatters were not looked at.
       rows: the operands whose blocks are rows.
-      factors_bytes: of other arrays that the dots' results are combined with, block by block.
+      factors_bytes: of other arrays that the dots' results are combined with, block by block; twice those
+        that as written may be made within the operation that reads them, and have to be written for a ring.
       sides, sums_whole, before: see `RingWork`.
     """
 
@@ -142,10 +143,11 @@ class ScatterSizes:
         if axis.hardware.network == "torus" and form.columns == 1:
             apart_bytes -= self.right_apart_bytes
         copied_bytes = 2 * apart_bytes / axis.size / (1 if form.across else form.columns)
-        if self.factors_bytes and not axis.hardware.lone_matmuls:
+        if self.factors_bytes:
             # As written they are part of a whole dot. Of a piece, what combines them with its result is an
-            # operation of its own, which reads and writes that.
-            copied_bytes += (self.factors_bytes + 2 * self.moved_bytes) / axis.size / form.columns
+            # operation of its own, which reads and writes that; a library's matmuls have one anyway.
+            passed_bytes = 0 if axis.hardware.lone_matmuls else 2 * self.moved_bytes
+            copied_bytes += (self.factors_bytes + passed_bytes) / axis.size / form.columns
         copied_bytes += sum(
             between_tiles_bytes(
                 rows.operand_bytes,

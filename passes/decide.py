@@ -177,12 +177,9 @@ def decide(
             before_s, hidden_s = hidden_s, hidden.seconds(_priced_rings(decided.values()))
             ops = {op for op, seconds in before_s.items() if hidden_s.get(op, 0.0) < seconds}
             proposals = [p for p in proposals if p[0].collective.op in ops]
-    revised = tuple(_against_all(decided[op], as_written_s.get(op, 0.0)) for op in sorted(decided))
-    if (
-        policy == "auto"
-        and network.hardware is not None
-        and revised != tuple(map(decided.get, sorted(decided)))
-    ):
+    decisions = tuple(decided[op] for op in sorted(decided))
+    revised = tuple(_against_all(d, as_written_s.get(d.collective.op, 0.0)) for d in decisions)
+    if policy == "auto" and revised != decisions and network.hardware is not None:
         return _if_all_pay(revised, network.hardware)
     return revised
 

@@ -18,6 +18,7 @@ from cost_model.offloaded import sums_whole
 from cost_model.on_chip import Side
 from cost_model.ring_work import NOTHING_BEFORE, Before
 from passes.block_eval import accumulator_dtype, cut_once
+from passes.blocks import is_fusible
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
 from passes.dots import matmul
 from passes.graph import Dataflow
@@ -186,7 +187,7 @@ def scatter_sizes(
         right_apart_bytes=0
         if scatters
         else sum(size for value, size in apart_bytes.items() if value in right),
-        factors_bytes=sum(map(flow.bytes_of, factors)),
+        factors_bytes=sum((1 + _is_made_within(flow, value)) * flow.bytes_of(value) for value in factors),
         rows=tuple(
             CutRows(aval.size * aval.dtype.itemsize, aval.shape[0], aval.dtype.itemsize) for aval in rows
         ),
@@ -194,6 +195,12 @@ def scatter_sizes(
         sums_whole=scatters and sums_whole(scattered.dtype.name, axis),
         before=before,
     )
+
+
+def _is_made_within(flow: Dataflow, value: int) -> bool:
+    """Whether compilers may make an array within whatever reads it: of an argument nothing else is known."""
+    maker = flow.producer.get(value)
+    return maker is None or is_fusible(flow.ops[maker].name)
 
 
 def _cut_operand(dot: BlockOp) -> Side | None:
