@@ -19,6 +19,7 @@ PROGRAMS: Final[tuple[Program, ...]] = (
     fsdp_mlp.PROGRAM,
     megatron_mlp.PSUM,
     megatron_mlp.SEQUENCE_PARALLEL,
+    megatron_mlp.NORM_BEHIND,
     fsdp_tensor_layer.PROGRAM,
     esm2_layer.PROGRAM,
     mixture_of_experts.PROGRAM,

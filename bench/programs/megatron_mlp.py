@@ -2,7 +2,8 @@
 
 The hidden width is sharded over "tensor". Between the MLPs activations are either whole on every device, and
 each MLP ends with a psum; or sharded along the sequence (sequence parallelism), and each MLP begins with a
-gather and ends with a reduce-scatter.
+gather and ends with a reduce-scatter. Then the norm is before the gather, as Megatron has it; or behind it,
+as where sequence parallelism was put around the blocks of a model, and all devices normalise all tokens.
 
 Docstrings give the shapes one device sees: b = B / data, s = S / tensor, f = F / tensor.
 """
@@ -40,6 +41,14 @@ def sequence_parallel_loss(blocks: Blocks, x: Array) -> Array:
     return lax.pmean(mean_square(x), ("data", "tensor"))
 
 
+def norm_behind_loss(blocks: Blocks, x: Array) -> Array:
+    """x [b, s, D], up weights [D, f], down weights [f, D] → scalar, the same on every device."""
+    for w in blocks:
+        hidden = jax.nn.gelu(rms_norm(gather(x, "tensor", 1), w.norm) @ w.up)
+        x = x + scatter(hidden @ w.down, "tensor", 1)
+    return lax.pmean(mean_square(x), ("data", "tensor"))
+
+
 _WEIGHTS: Final = Weights(
     norm=Operand("D", P()),
     up=Operand("D F", P(None, "tensor"), fan_in="D"),
@@ -64,3 +73,5 @@ SEQUENCE_PARALLEL: Final = replace(
     operands=((_WEIGHTS, _WEIGHTS), Operand("B S D", P("data", "tensor"))),
     local_loss=sequence_parallel_loss,
 )
+
+NORM_BEHIND: Final = replace(SEQUENCE_PARALLEL, name="megatron_mlp_norm_behind", local_loss=norm_behind_loss)

@@ -115,6 +115,7 @@ REFERENCES: Final[Mapping[str, Callable[[Any, Array], Array]]] = {
     "fsdp_mlp": mlp,
     "megatron_mlp": two_mlps,
     "megatron_mlp_sequence": two_mlps,
+    "megatron_mlp_norm_behind": two_mlps,
     "fsdp_tensor_layer": decoder_layer,
     "esm2_layer": encoder_layer,
     "mixture_of_experts": experts,
@@ -182,6 +183,7 @@ REWRITTEN: Final[Mapping[str, Mapping[str, int]]] = {
     "fsdp_mlp": {"all_gather_dot": 4, "dot_reduce_scatter": 2},
     "megatron_mlp": {"dot_psum": 8},
     "megatron_mlp_sequence": {"all_gather_dot": 4, "dot_reduce_scatter": 4, "dot_psum": 4},
+    "megatron_mlp_norm_behind": {"all_gather_dot": 4, "dot_reduce_scatter": 2, "dot_psum": 4},
     "fsdp_tensor_layer": {"all_gather_dot": 9, "dot_reduce_scatter": 9},
     "esm2_layer": {"all_gather_dot": 8, "dot_reduce_scatter": 6},
     "mixture_of_experts": {"dot_all_to_all": 1, "all_to_all_dot": 3, "dot_psum": 1},
@@ -197,6 +199,7 @@ NOT_NEXT_TO_A_DOT: Final[Mapping[str, Mapping[str, int]]] = {
     "fsdp_mlp": {"psum": 2},
     "megatron_mlp": {"psum": 3},
     "megatron_mlp_sequence": {"psum": 3},
+    "megatron_mlp_norm_behind": {"psum": 3},
     "mixture_of_experts": {"psum": 2},
     # And the sums of squares over the sharded width, forward and backward.
     "fsdp_tensor_layer": {"psum": 7},
@@ -210,8 +213,11 @@ NOT_NEXT_TO_A_DOT: Final[Mapping[str, Mapping[str, int]]] = {
 }
 """How many sites of each kind are kept because of that."""
 
-ESCAPING: Final[Mapping[str, Mapping[str, int]]] = {"esm2_layer": {"reduce_scatter": 2}}
-"""How many sites have a partial sum that the derivative of the layer norm needs whole."""
+ESCAPING: Final[Mapping[str, Mapping[str, int]]] = {
+    "megatron_mlp_norm_behind": {"reduce_scatter": 2},
+    "esm2_layer": {"reduce_scatter": 2},
+}
+"""How many sites have a partial sum that the derivative of the norm behind a gather needs whole."""
 
 DOT_TAKEN: Final[Mapping[str, Mapping[str, int]]] = {
     "fsdp_tensor_layer": {"all_gather_dot": 2, "dot_reduce_scatter": 2},
