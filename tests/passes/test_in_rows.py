@@ -76,34 +76,6 @@ def transposed(x: Any, w: Any) -> Any:
     return lax.psum_scatter(heads @ w, "x", scatter_dimension=1, tiled=True)
 
 
-@pytest.mark.parametrize("body", [transposed, lambda x, w: transposed(jnp.sin(x), w)], ids=["moved", "made"])
-@pytest.mark.parametrize("unroll", [0, 1])
-def test_what_is_transposed_is_laid_out_once_for_all_blocks_of_a_scatter(
-    body: Callable[..., Any], unroll: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shims, "on_tpu", lambda aval: True)
-    x = np.zeros((AXIS_SIZE, 2, 64 * 256), np.float32)
-    given = (x, np.zeros((AXIS_SIZE, 256, 128), np.float32))
-
-    def pins(body: Callable[..., Any]) -> list[tuple[int, ...]]:
-        with spmd.only_schedule(RingSchedule(directions=1, unroll=unroll)):
-            plan = passes.make_plan(
-                jitted(body, 2, AXIS_SIZE, check_vma=False).trace(*given).jaxpr,
-                "always",
-                lambda kind: by_name("tpu_v5p"),
-            )
-            jaxpr = jax.make_jaxpr(passes.rewritten(plan))(*given)
-        equations = (eqn for eqn in bodies.equations(jaxpr) if eqn.primitive.name == "layout_constraint")
-        return [eqn.outvars[0].aval.shape for eqn in equations if eqn.outvars[0].aval.ndim == 3]
-
-    assert pins(body) == [(2, 64, 256)]
-
-    def as_it_is(x: Any, w: Any) -> Any:
-        return lax.psum_scatter(jnp.sin(x).reshape(2, -1, 256) @ w, "x", scatter_dimension=1, tiled=True)
-
-    assert not pins(as_it_is)
-
-
 def pins_on(
     monkeypatch: pytest.MonkeyPatch,
     platform: str,
@@ -122,6 +94,21 @@ def pins_on(
         jaxpr = jax.make_jaxpr(passes.rewritten(plan))(*given)
     equations = (eqn for eqn in bodies.equations(jaxpr) if eqn.primitive.name == "layout_constraint")
     return [eqn.outvars[0].aval.shape for eqn in equations]
+
+
+@pytest.mark.parametrize("body", [transposed, lambda x, w: transposed(jnp.sin(x), w)], ids=["moved", "made"])
+@pytest.mark.parametrize("unroll", [0, 1])
+def test_what_is_transposed_is_laid_out_once_for_all_blocks_of_a_scatter(
+    body: Callable[..., Any], unroll: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = (np.zeros((AXIS_SIZE, 2, 64 * 256), np.float32), np.zeros((AXIS_SIZE, 256, 128), np.float32))
+    schedule = RingSchedule(directions=1, unroll=unroll)
+    assert pins_on(monkeypatch, "tpu", body, given, schedule) == [(2, 64, 256)]
+
+    def as_it_is(x: Any, w: Any) -> Any:
+        return lax.psum_scatter(jnp.sin(x).reshape(2, -1, 256) @ w, "x", scatter_dimension=1, tiled=True)
+
+    assert not pins_on(monkeypatch, "tpu", as_it_is, given, schedule)
 
 
 def test_on_gpus_each_piece_of_three_dims_is_turned_once_for_all_its_dots(
