@@ -15,7 +15,7 @@ from jax import lax
 
 from cost_model.tile import LANES, TILE_ROWS
 from passes import shims
-from passes.blocks import LONE, Blockwise, block_params, is_fusible
+from passes.blocks import LONE, Blockwise, block_params
 from passes.chains import BlockOp, Chain
 from passes.gather_match import call_of
 from passes.graph import Dataflow, Operand
@@ -262,12 +262,11 @@ def transposed(flow: Dataflow, value: int) -> bool:
     Compilers may leave it as it was made, and then lay the whole out anew for every piece that is cut out of
     it behind a barrier: the step of an attention took 5 % longer (v5p), its last dot 20 % (H100).
     """
-    while (maker := flow.producer.get(value)) is not None and is_fusible(flow.ops[maker].name):
-        op = flow.ops[maker]
-        arrays = [operand for operand in op.inputs if isinstance(operand, int) and flow.avals[operand].shape]
-        if op.name == "transpose" or len(arrays) != 1:
-            return op.name == "transpose"
-        (value,) = arrays
+    while (maker := flow.producer.get(value)) is not None:
+        of = flow.form_of(flow.ops[maker])
+        if of is None or flow.ops[maker].name == "transpose":
+            return of is not None
+        value = of
     return False
 
 

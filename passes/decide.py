@@ -223,7 +223,7 @@ def _against_all(decision: Decision, as_written_s: float) -> Decision:
 
 def _if_all_pay(decisions: tuple[Decision, ...], hardware: Hardware) -> tuple[Decision, ...]:
     """The decisions, without rings if all together do not pay: some expose collectives that were hidden."""
-    rings = [d.estimate for d in decisions if d.rewritten and d.ring is not None and d.estimate is not None]
+    rings = [estimate for _, estimate in _priced_rings(decisions)]
     if not rings or pays(functools.reduce(operator.add, rings), hardware):
         return decisions
     exposed = "Rings would expose a collective that is hidden as written, and all together gain too little."

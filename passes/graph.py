@@ -220,6 +220,11 @@ class Dataflow:
         """The operations that read what an operation makes; -1 of a result of the program."""
         return {user for value in self.ops[index].outputs for user in self.users[value]}
 
+    def form_of(self, op: Op) -> int | None:
+        """The one array that an operation makes another form of: to XLA it may be the same, as with x * 1."""
+        arrays = [operand for operand in op.inputs if isinstance(operand, int) and self.avals[operand].shape]
+        return arrays[0] if len(arrays) == 1 and is_fusible(op.name) else None
+
     def aval(self, operand: Operand) -> Any:
         """The type of an operand."""
         return self.avals[operand] if isinstance(operand, int) else operand.aval

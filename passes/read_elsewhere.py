@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from passes import shims
-from passes.blocks import is_fusible
 from passes.chains import AllGatherDot, DotReduceScatter
-from passes.graph import Dataflow, Op
+from passes.graph import Dataflow
 from passes.starts import starts_explicitly
 
 
@@ -40,7 +39,7 @@ def _multiplied_by(flow: Dataflow, value: int) -> Iterator[int]:
     while waiting:
         for user in flow.users[waiting.pop()]:
             op = flow.ops[user] if user >= 0 else None
-            if op is not None and _form_of(flow, op) is not None:
+            if op is not None and flow.form_of(op) is not None:
                 waiting += op.outputs
             elif op is not None and (op.name == "dot_general" or op.bodies):
                 yield user
@@ -49,14 +48,8 @@ def _multiplied_by(flow: Dataflow, value: int) -> Iterator[int]:
 def _source(flow: Dataflow, value: int) -> int:
     """What a value is another form of."""
     while (made_by := flow.producer.get(value)) is not None:
-        of = _form_of(flow, flow.ops[made_by])
+        of = flow.form_of(flow.ops[made_by])
         if of is None:
             break
         value = of
     return value
-
-
-def _form_of(flow: Dataflow, op: Op) -> int | None:
-    """The one array that an operation makes another form of: to XLA it may be the same, as with x * 1."""
-    arrays = [operand for operand in op.inputs if isinstance(operand, int) and flow.avals[operand].shape]
-    return arrays[0] if len(arrays) == 1 and is_fusible(op.name) else None

@@ -18,6 +18,7 @@ from passes.chains import AllGatherDot, DotPsum, run_again
 from passes.graph import Dataflow
 from tests.libtpu import needs_libtpu
 from tests.passes import bodies, spmd
+from tests.passes.ring_patterns import gather
 from tests.passes.tpu_process import told_by
 
 RNG = np.random.default_rng(0)
@@ -25,10 +26,6 @@ X = RNG.normal(size=(4, 3, 6)).astype(np.float32)  # per device [m, k]
 SCALE = RNG.normal(size=(4, 6)).astype(np.float32)  # per device [k]
 W = RNG.normal(size=(4, 6, 5)).astype(np.float32)  # per device [k, n]
 V = RNG.normal(size=(4, 5, 6)).astype(np.float32)  # per device [n, k]
-
-
-def gather(x: Any) -> Any:
-    return lax.all_gather(x, "x", axis=0, tiled=True)
 
 
 def wide(*arrays: Any) -> list[list[Any]]:
