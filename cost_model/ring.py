@@ -226,10 +226,11 @@ def _halfway_estimate(work: RingWork, axis: Axis, *, fetched: bool) -> Estimate:
 
 
 def _ragged(work: RingWork, axis: Axis) -> bool:
-    """Whether a TPU scatters columns that are no whole tiles."""
+    """Whether a TPU scatters columns that are no whole tiles, or cuts them into such pieces."""
     if axis.hardware.network != "torus" or work.collective != "reduce_scatter":
         return False
-    return blocks_of(work, axis.size) == "ragged columns"
+    blocks = blocks_of(work, axis.size)
+    return blocks == "ragged columns" or (blocks == "columns" and any(piece.n % LANES for piece in work.piece))
 
 
 def _padded(work: RingWork, hardware: Hardware) -> RingWork:
