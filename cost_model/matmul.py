@@ -1,7 +1,7 @@
 """The time of one local matmul: the TPU compiler's estimate, elsewhere a roofline with padding."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cost_model.collectives import check_hardware
@@ -44,6 +44,11 @@ class Matmul:
         if min(self.batch, self.m, self.k, self.n) < 0:
             raise ValueError(f"matmul sizes must not be negative, got {self}")
         _check_dtypes(self.dtype, self.out_dtype, self.lhs_dtype, self.rhs_dtype)
+
+    @property
+    def turned(self) -> "Matmul":
+        """That of the transposed operands in the other order, which makes the transposed product."""
+        return replace(self, m=self.n, n=self.m, lhs_dtype=self.rhs_dtype, rhs_dtype=self.lhs_dtype)
 
     @property
     def flops(self) -> int:

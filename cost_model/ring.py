@@ -230,7 +230,9 @@ def _ragged(work: RingWork, axis: Axis) -> bool:
     if axis.hardware.network != "torus" or work.collective != "reduce_scatter":
         return False
     blocks = blocks_of(work, axis.size)
-    return blocks == "ragged columns" or (blocks == "columns" and any(piece.n % LANES for piece in work.piece))
+    return blocks == "ragged columns" or (
+        blocks == "columns" and any(piece.n % LANES for piece in work.piece)
+    )
 
 
 def _padded(work: RingWork, hardware: Hardware) -> RingWork:

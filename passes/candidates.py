@@ -126,7 +126,12 @@ def _strip(flow: Dataflow, chain: AllGatherDot | DotReduceScatter, most: int | N
     cut = across(flow, chain)
     if cut is None:
         return 0
-    size: int = flow.avals[flow.ops[chain.dots[0].op].outputs[0]].shape[cut.result_dims[0]]
+    of = (
+        flow.avals[flow.ops[chain.dots[0].op].outputs[0]]
+        if isinstance(chain, AllGatherDot)
+        else flow.aval(flow.ops[chain.collective.op].inputs[0])
+    )
+    size: int = of.shape[cut.result_dims[0]]
     return size if most is None else min(size, most)
 
 

@@ -16,6 +16,7 @@ from passes.collective import Collective
 from passes.decide import Decision, Policy, TryOut, Unit, decide, program_order, rings_of
 from passes.emit import Ring
 from passes.epilogue import with_epilogues
+from passes.flattened import flattened, flattenings
 from passes.graph import COLLECTIVES, Dataflow, Op, Operand, dataflow
 from passes.invariance import Invariance, mapped_axes
 from passes.loops import LOOPS
@@ -244,9 +245,10 @@ def describe(plan: Plan, decision: Decision, count: int = 1) -> Site:
         source=op.source,
         path=plan.path,
         count=count,
-        operand=_type(flow.aval(op.inputs[0])),
-        result=_type(flow.avals[op.outputs[0]]),
-        dots=() if ring is None else tuple(_dot(flow, flow.ops[dot.op]) for dot in ring.chain.dots),
+        # As the user wrote them, where the graph has dims apart, or as one.
+        operand=_type(op.eqn.invars[0].aval),
+        result=_type(op.eqn.outvars[0].aval),
+        dots=() if ring is None else tuple(_dot(flow.ops[dot.op]) for dot in ring.chain.dots),
         rewritten=decision.rewritten,
         reason=str(decision.reason.code),
         sentence=decision.reason.sentence,
@@ -260,8 +262,8 @@ def _type(aval: Any) -> str:
     return f"{short}[{','.join(map(str, aval.shape))}]"
 
 
-def _dot(flow: Dataflow, op: Op) -> str:
-    lhs, rhs = (_type(flow.aval(operand)) for operand in op.inputs)
+def _dot(op: Op) -> str:
+    lhs, rhs = (_type(operand.aval) for operand in op.eqn.invars)
     return f"{lhs} · {rhs} at {op.source}"
 
 
@@ -397,7 +399,11 @@ class _Planner:
                 flow, path, steady, lasting, replaceable=replaceable, mapped=mapped, alike=alike
             )
 
-        self.plans[key] = _dims_apart(flow, planned, self.policy) if replaceable else planned(flow)
+        def anew(flow: Dataflow) -> Plan:
+            return _dims_apart(flow, planned, self.policy) if replaceable else planned(flow)
+
+        on_tpus = replaceable and self._on_tpus(flow, mapped)
+        self.plans[key] = _dims_as_one(flow, anew) if on_tpus else anew(flow)
         return self.plans[key]
 
     def _planned(
@@ -531,6 +537,14 @@ class _Planner:
             decisions = tuple(map(_untried, decisions))
         return dataclasses.replace(plan, network=network).decided(decisions)
 
+    def _on_tpus(self, flow: Dataflow, mapped: _Mapped | None) -> bool:
+        """Whether a graph with collectives runs on TPUs."""
+        first = next((op for op in flow.ops if op.name in COLLECTIVES), None)
+        if first is None:
+            return False
+        hardware = self._network(shims.device_kind(flow.avals[first.outputs[0]]), mapped).hardware
+        return hardware is not None and hardware.network == "torus"
+
     def _network(self, device_kind: str | None, mapped: _Mapped | None) -> Network:
         key = (device_kind, mapped)
         if key not in self.networks:
@@ -541,6 +555,17 @@ class _Planner:
                 else Network(hardware, mapped.mesh, mapped.axes, mapped.check_vma)
             )
         return self.networks[key]
+
+
+def _dims_as_one(flow: Dataflow, planned: Callable[[Dataflow], Plan]) -> Plan:
+    """The plan of a graph, with dims as one where rings have no need of them."""
+    found = flattenings(flow)
+    plan = planned(flattened(flow, found) if found else flow)
+    rings = {plan.flow.ops[d.collective.op].eqn.outvars[0] for d in plan.decisions if d.rewritten and d.ring}
+    left = tuple(each for each in found if flow.ops[each.collective].eqn.outvars[0] in rings)
+    if left == found:
+        return plan
+    return planned(flattened(flow, left) if left else flow)
 
 
 def _dims_apart(flow: Dataflow, planned: Callable[[Dataflow], Plan], policy: Policy) -> Plan:

@@ -18,6 +18,7 @@ from passes.network import Network
 from passes.pricing import Pricer, pricer
 from passes.schedule import RingSchedule
 from passes.starts import may_start_explicitly
+from passes.written import written_bytes
 
 
 class Prices:
@@ -42,7 +43,8 @@ class Prices:
 
     def of(self, chain: Chain, axis: Axis) -> Pricer:
         """Predicts the chain's times per schedule on an axis, its own in the program or another."""
-        return pricer(self._flow, chain, axis, self._before_it(chain))
+        written = self._written_for(chain) if axis.hardware.network == "torus" else 0.0
+        return pricer(self._flow, chain, axis, self._before_it(chain), written)
 
     def best(self, chain: Chain) -> tuple[Estimate | None, RingSchedule]:
         """The schedule of the largest predicted benefit, the last one if the hardware is unknown.
@@ -50,7 +52,7 @@ class Prices:
         First of all come those that need no more memory than the chain as written.
         """
         started = may_start_explicitly(self._flow, chain)  # not where its operand is the same in every turn
-        like = (likeness(self._flow, chain), self._before_it(chain), started)
+        like = (likeness(self._flow, chain), self._before_it(chain), started, self._written_for(chain))
         try:
             known = self._best.get(like)
         except TypeError:  # A parameter of an equation that cannot be hashed.
@@ -68,6 +70,10 @@ class Prices:
 
     def _before_it(self, chain: Chain) -> Before:
         return self._before.get(chain.collective.op, NOTHING_BEFORE)
+
+    def _written_for(self, chain: Chain) -> float:
+        of = chain.scatter if isinstance(chain, DotPsum) else chain
+        return written_bytes(self._flow, of)
 
     def _work_out(self, chain: Chain) -> tuple[Estimate | None, RingSchedule]:
         axis = self.axis(chain.collective)

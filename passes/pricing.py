@@ -15,7 +15,7 @@ from cost_model.chain_sizes import CutRows, GatherSizes, ScatterSizes, Sizes
 from cost_model.in_turn import in_turn_estimate
 from cost_model.matmul import matmul_s
 from cost_model.offloaded import sums_whole
-from cost_model.on_chip import Side
+from cost_model.on_chip import OTHER, Side
 from cost_model.ring_work import NOTHING_BEFORE, Before
 from passes.block_eval import accumulator_dtype, cut_once
 from passes.blocks import is_fusible
@@ -32,12 +32,27 @@ Pricer = Callable[[RingSchedule], Estimate]
 _NONE: Final[Mapping[int, str]] = MappingProxyType({})
 
 
-def pricer(flow: Dataflow, chain: Chain, axis: Axis, before: Before = NOTHING_BEFORE) -> Pricer:
-    """Predicts, per schedule, the times of the chain as written and as a ring. Sizes are worked out once."""
+def pricer(
+    flow: Dataflow,
+    chain: Chain,
+    axis: Axis,
+    before: Before = NOTHING_BEFORE,
+    written: float = 0.0,
+) -> Pricer:
+    """Predicts, per schedule, the times of the chain as written and as a ring. Sizes are worked out once.
+
+    Args:
+      flow: the dataflow graph.
+      chain: the chain.
+      axis: its axis.
+      before: what the ring before it has on chip.
+      written: bytes that are read and written for the ring alone, beside its dots.
+    """
     if chain.collective.kind == "all_to_all":
         return _exchange(flow, chain, axis)
     if isinstance(chain, DotPsum) and chain.gather is not None:
-        scatter, gather = pricer(flow, chain.scatter, axis, before), pricer(flow, chain.gather, axis, before)
+        scatter = pricer(flow, chain.scatter, axis, before, written)
+        gather = pricer(flow, chain.gather, axis, before)
         return lambda schedule: scatter(schedule) + gather(gather_schedule(schedule))
     if isinstance(chain, AllGatherDot):
         sizes: Sizes = gather_sizes(flow, chain, axis, before)
@@ -46,6 +61,7 @@ def pricer(flow: Dataflow, chain: Chain, axis: Axis, before: Before = NOTHING_BE
     priced = chain_sizes.pricer(sizes, axis, psum=isinstance(chain, DotPsum))
     in_turn = "all_reduce" not in axis.hardware.offloaded
     added_s = _reduced_s(flow, chain, axis) if isinstance(chain, AllGatherDot) else 0.0
+    added_s += written / axis.hardware.hbm_bytes_per_s
     # A TPU's compiler scatters first what is scattered next, and adds up a part (v4, v5e, v5p, v6e).
     scattered = chain.scattered if isinstance(chain, DotPsum) and axis.hardware.network == "torus" else 1
 
@@ -166,7 +182,8 @@ def scatter_sizes(
     cut = across(flow, chain)
     blocked = cut_once(flow, chain.body)
     rows = (flow.avals[value] for value, dim in blocked.items() if dim == 0 and flow.avals[value].ndim > 1)
-    right = {flow.ops[dot.op].inputs[1] for dot in chain.dots}
+    turned = _turned(flow, chain) if axis.hardware.network == "torus" else frozenset()
+    right = {flow.ops[dot.op].inputs[dot.op not in turned] for dot in chain.dots}
     of_dots = {operand for dot in chain.dots for operand in flow.ops[dot.op].inputs}
     factors = [
         value for value in blocked if value not in of_dots and flow.avals[value].size >= scattered.size
@@ -176,8 +193,12 @@ def scatter_sizes(
 
     @functools.cache
     def dots(share: Fraction, strip: Fraction) -> tuple[Matmul, ...]:
-        return _matmuls(flow, chain, share, None if cut is None or strip == 1 else (cut, strip))
+        found = _matmuls(flow, chain, share, None if cut is None or strip == 1 else (cut, strip))
+        return tuple(
+            each.turned if dot.op in turned else each for dot, each in zip(chain.dots, found, strict=True)
+        )
 
+    sides = [_cut_operand(dot) for dot in chain.dots]
     return ScatterSizes(
         dots=dots,
         elements=scattered.size,
@@ -191,7 +212,10 @@ def scatter_sizes(
         rows=tuple(
             CutRows(aval.size * aval.dtype.itemsize, aval.shape[0], aval.dtype.itemsize) for aval in rows
         ),
-        sides=tuple(_cut_operand(dot) for dot in chain.dots),
+        sides=tuple(
+            OTHER[side] if side is not None and dot.op in turned else side
+            for dot, side in zip(chain.dots, sides, strict=True)
+        ),
         sums_whole=scatters and sums_whole(scattered.dtype.name, axis),
         before=before,
     )
@@ -201,6 +225,22 @@ def _is_made_within(flow: Dataflow, value: int) -> bool:
     """Whether compilers may make an array within whatever reads it: of an argument nothing else is known."""
     maker = flow.producer.get(value)
     return maker is None or is_fusible(flow.ops[maker].name)
+
+
+def _turned(flow: Dataflow, chain: DotReduceScatter) -> frozenset[int]:
+    """The dots whose products are transposed, as jax does with weights' gradients.
+
+    TPU compilers make the transposed product of it, that of the operands in the other order.
+    """
+    body = {block.op for block in chain.body}
+    found: set[int] = set()
+    for dot in chain.dots:
+        readers = [dot.op]
+        while readers := [op for op in flow.readers(readers[0]) if op in body]:
+            op = flow.ops[readers[0]]
+            if op.name == "transpose" and op.params["permutation"][-1] != len(op.params["permutation"]) - 1:
+                found ^= {dot.op}
+    return frozenset(found)
 
 
 def _cut_operand(dot: BlockOp) -> Side | None:

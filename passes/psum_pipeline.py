@@ -35,6 +35,7 @@ from passes.read_elsewhere import read_elsewhere
 from passes.scatter_ring import partial_sum, widened_ops
 from passes.schedule import Across, Part, RingSchedule, across, divisions, parts, tile_rows
 from passes.starts import starts_explicitly
+from passes.written import made_once
 
 
 def emit_psum_pipeline(
@@ -89,7 +90,8 @@ class _Pipeline:
     def __init__(
         self, flow: Dataflow, chain: DotPsum, schedule: RingSchedule, read: Read, rings: Rings
     ) -> None:
-        self.flow, self.chain, self.schedule, self.read, self.rings = flow, chain, schedule, read, rings
+        self.flow, self.chain, self.schedule, self.rings = flow, chain, schedule, rings
+        self.read = reading(made_once(flow, chain.scatter, read), read)
         self.collective = chain.collective
         self.chunks = schedule.columns
         self.cut_across = across(flow, chain.scatter) if schedule.across else None
@@ -322,5 +324,4 @@ class _Pipeline:
 
 def _other_size(flow: Dataflow, chain: DotPsum, cut: Across) -> int:
     """Elements of the dim that is cut across."""
-    (dot,) = chain.scatter.dots
-    return int(flow.avals[flow.ops[dot.op].outputs[0]].shape[cut.result_dim])
+    return int(flow.aval(flow.ops[chain.collective.op].inputs[0]).shape[cut.result_dim])

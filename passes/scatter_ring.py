@@ -42,6 +42,7 @@ from passes.hops import Places, Rings
 from passes.read_elsewhere import read_elsewhere
 from passes.schedule import WHOLE, Across, Part, RingSchedule, across, divisions, parts, tile_rows
 from passes.starts import starts_explicitly
+from passes.written import made_once
 
 _EXACT = frozenset(
     {
@@ -79,7 +80,7 @@ class _Ring:
         else:
             # Every piece has whole blocks of the scattered dim, and its part of the other one.
             self.dim = self.cut_across.result_dim
-            size = flow.avals[flow.ops[chain.dots[0].op].outputs[0]].shape[self.dim]
+            size = flow.aval(flow.ops[chain.collective.op].inputs[0]).shape[self.dim]
             columns = parts(schedule, size, LANES)
             self.divided = tuple(
                 dataclasses.replace(part, start=Fraction(0), share=Fraction(1)) for part in columns
@@ -96,7 +97,7 @@ class _Ring:
         self.sum_first = shims.on_tpu(self.operand_aval) and len(self.divided) > 1
         self.cut = cut_once(flow, chain.body)
         rows = {operand: in_rows(flow, read(operand)) for operand in self.cut if transposed(flow, operand)}
-        self.read = reading(rows, read)
+        self.read = reading(rows | made_once(flow, chain, read), read)
         self.in_flight: list[int] = []
         self.wholes: dict[int, Any] = {}
         self.read_elsewhere = tuple(o for o in read_elsewhere(flow, chain) if o not in self.cut)

@@ -13,9 +13,10 @@ from cost_model.form import cut_in_words
 from cost_model.offloaded import in_words
 from cost_model.ring_work import Cut
 from cost_model.tile import LANES, SUBLANES
+from passes.blocks import MOVING
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum
 from passes.dots import DotDims, dot_dims
-from passes.graph import Dataflow
+from passes.graph import Dataflow, Op
 from passes.hops import Order
 
 UNEVEN: Final = 9 / 8
@@ -187,7 +188,7 @@ class Across:
     Attributes:
       dim: of what is cut along it: of a gather what travels, of a scatter the operand that is not blocked.
       operands: which operand of each dot that is, 0 or 1.
-      result_dims: the dim of each dot's result.
+      result_dims: the dim of each dot's result; of a scatter, of what is scattered.
     """
 
     dim: int
@@ -210,13 +211,14 @@ class Across:
 def across(flow: Dataflow, chain: Chain) -> Across | None:
     """The largest free dim of what travels in a gather, or of a scatter's operand that is not blocked.
 
-    None where a scatter has more than one dot, or operations between the dot and the collective; where a
-    gather has operations before its dots, or is also needed whole; and where its dots do not all contract
-    what is gathered, or all have it as a batch.
+    None where a scatter has more than one dot, or its product goes through more than transposes and what
+    changes every element by itself; where a gather has operations before its dots, or is also needed whole;
+    and where its dots do not all contract what is gathered, or all have it as a batch.
     """
     if isinstance(chain, DotPsum) or chain.collective.kind == "all_to_all":
         return None
     sides: tuple[int, ...]
+    moves: list[Op] = []
     if isinstance(chain, AllGatherDot):
         roles = {dot.dims.role for dot in chain.dots if isinstance(dot.dims, DotDims)}
         if chain.after or chain.handed_out or roles not in ({"contracting"}, {"batch"}):
@@ -224,7 +226,14 @@ def across(flow: Dataflow, chain: Chain) -> Across | None:
         sides = tuple(flow.ops[dot.op].inputs.index(chain.wire) for dot in chain.dots)
     else:
         dims = chain.dots[0].dims
-        if len(chain.body) != 1 or not isinstance(dims, DotDims) or dims.role != "free":
+        moves = [flow.ops[block.op] for block in chain.body[1:]]
+        if not (
+            len(chain.dots) == 1
+            and chain.body[0] == chain.dots[0]
+            and isinstance(dims, DotDims)
+            and dims.role == "free"
+            and all(_keeps_dims(flow, op) for op in moves)
+        ):
             return None
         sides = (dims.operand_dims.index(None),)
     ops = [flow.ops[dot.op] for dot in chain.dots]
@@ -242,8 +251,16 @@ def across(flow: Dataflow, chain: Chain) -> Across | None:
         lhs, rhs = (len(flow.aval(operand).shape) for operand in op.inputs)
         result_dim = dot_dims(each, (lhs, rhs), side, dim).result_dim
         assert result_dim is not None
+        for move in moves:
+            if move.name == "transpose":
+                result_dim = move.params["permutation"].index(result_dim)
         result_dims.append(result_dim)
     return Across(dim, sides, tuple(result_dims))
+
+
+def _keeps_dims(flow: Dataflow, op: Op) -> bool:
+    """Whether an operation of one array moves its dims at most: it works on any part of it alike."""
+    return flow.form_of(op) is not None and (op.name == "transpose" or op.name not in MOVING)
 
 
 def divisions(flow: Dataflow, chain: Chain) -> int:

@@ -29,11 +29,13 @@ class Operand:
       dims: its dims' names, separated by spaces.
       spec: how it is sharded.
       fan_in: names of the dims whose product is one over the variance of its values.
+      float32: whether it is so in both sizes.
     """
 
     dims: str
     spec: P
     fan_in: str = ""
+    float32: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -89,7 +91,8 @@ class Program:
 
         def shape(operand: Operand) -> jax.ShapeDtypeStruct:
             dims = tuple(self.sizes[size][name] for name in operand.dims.split())
-            return jax.ShapeDtypeStruct(dims, DTYPES[size], sharding=NamedSharding(mesh, operand.spec))
+            dtype = jnp.float32 if operand.float32 else DTYPES[size]
+            return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, operand.spec))
 
         return jax.tree.map(shape, self.operands)
 

@@ -138,6 +138,12 @@ PATTERNS = {
         lambda x, w: [spmd.psum_scatter(per_device(np.matmul, x, w), 1)],
         across=True,
     ),
+    "scatter_transposed": Pattern(
+        lambda x, w: scatter(-jnp.transpose(w.T @ x.T)),
+        lambda p, b: ((p * b, 3), (3, 9)),
+        lambda x, w: [spmd.psum_scatter(per_device(lambda x, w: -(x @ w), x, w), 0)],
+        across=True,
+    ),
     "scatter_untiled": Pattern(
         lambda x, w: scatter(x @ w, 1, tiled=False),
         lambda p, b: ((9, 3), (3, p)),

@@ -81,6 +81,25 @@ def scatter(block: int = 8, n: int = 16, dtype: Any = jnp.bfloat16) -> tuple[Dat
     return chain_of(body, shard(4 * block, 6, dtype=dtype), shard(6, n, dtype=dtype))
 
 
+def scatter_transposed(block: int = 8, n: int = 16) -> tuple[Dataflow, Chain]:
+    """As jax makes the gradient of a weight: the product is transposed, and of another type perhaps."""
+
+    def body(x: Any, w: Any) -> Any:
+        gradient = jnp.einsum("kn,mk->nm", w, x).T
+        return lax.psum_scatter(gradient.astype(jnp.float32), "x", tiled=True)
+
+    return chain_of(body, shard(4 * block, 6), shard(6, n))
+
+
+def scatter_reshaped() -> tuple[Dataflow, Chain]:
+    """What a reshape makes of a product is no strip of it."""
+
+    def body(x: Any, w: Any) -> Any:
+        return lax.psum_scatter((x @ w).reshape(32, 4, 4), "x", tiled=True)
+
+    return chain_of(body, shard(32, 6), shard(6, 16))
+
+
 def scatter_of_two_dots() -> tuple[Dataflow, Chain]:
     def body(x: Any, w: Any) -> Any:
         return lax.psum_scatter(x @ w + (2 * x) @ w, "x", tiled=True)
@@ -114,6 +133,8 @@ CHAINS = {
         gather_contracting_twice,
         gather_of_other_roles,
         scatter,
+        scatter_transposed,
+        scatter_reshaped,
         scatter_of_two_dots,
         psum,
         psum_then_dot,
@@ -227,14 +248,14 @@ def test_only_what_has_another_dim_is_cut_across_or_in_columns(chain: str) -> No
     schedules = candidates(flow, found, AXES["ring"], thorough=True)
     scattered = found.scatter if isinstance(found, DotPsum) else found
     possible = across(flow, scattered) is not None
-    cut = ("gather_contracting", "gather_contracting_twice", "scatter", "psum", "psum_then_dot")
+    gathers = ("gather_contracting", "gather_contracting_twice")
+    cut = (*gathers, "scatter", "scatter_transposed", "psum", "psum_then_dot")
     assert possible == (chain in cut)
-    gathers = isinstance(found, AllGatherDot)
     assert any(s.across for s in schedules) == possible
     assert all(s.columns == 1 or not s.across for s in schedules), "too narrow here"
     # The rows of a psum's blocks make chunks; the chain here is the one without the dot after it.
     assert any(s.columns > 1 for s in schedules) == chain.startswith("psum")
-    assert any(s.joined for s in schedules) == (gathers and chain != "exchange")
+    assert any(s.joined for s in schedules) == (isinstance(found, AllGatherDot) and chain != "exchange")
 
 
 @pytest.mark.parametrize(

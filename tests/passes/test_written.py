@@ -1,0 +1,129 @@
+"""What a ring's dots read, and TPU compilers would make within them: its price, and that it is made once."""
+
+# JAX leaves its collectives untyped.
+# mypy: allow-untyped-calls, no-warn-return-any
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import passes
+from cost_model import by_name
+from passes import shims
+from passes.chains import DotPsum
+from passes.graph import dataflow
+from passes.match import match_dataflow
+from passes.written import written_bytes
+from tests.passes import bodies, spmd
+from tests.passes.ring_patterns import gather, jitted, scatter
+
+DEVICES = 4
+X, W = (16, 8), (2, 32)
+"""A device's activations, and its part of a weight that is gathered."""
+
+
+def norm(x: Any) -> Any:
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True))).astype(x.dtype)
+
+
+def silu(h: Any) -> Any:
+    return h * lax.logistic(h)
+
+
+def bytes_of(body: Callable[..., Any], *shapes: tuple[int, ...], dtype: Any = jnp.bfloat16) -> list[float]:
+    """Of each chain of a body."""
+    arguments = [jax.ShapeDtypeStruct((DEVICES, *shape), dtype) for shape in shapes]
+    jaxpr = jitted(body, len(arguments), DEVICES).trace(*arguments).jaxpr
+    (mapped,) = (eqn for eqn in bodies.equations(jaxpr) if eqn.primitive.name == "shard_map")
+    flow = dataflow(mapped.params["jaxpr"])
+    found = (match.found[0] for match in match_dataflow(flow) if isinstance(match.found, tuple))
+    return [written_bytes(flow, chain) for chain in found if not isinstance(chain, DotPsum)]
+
+
+def test_what_is_there_anyway_costs_nothing() -> None:
+    assert bytes_of(lambda x, w: x @ gather(w, 0), X, W) == [0]
+    assert bytes_of(lambda x, w: x.T.reshape(8, 16).T @ gather(w, 0), X, W) == [0]
+
+    def sent_too(x: Any, w: Any) -> Any:
+        y = norm(x)
+        return y @ gather(w, 0), lax.ppermute(y, "x", [(0, 1)])
+
+    assert bytes_of(sent_too, X, W) == [0]
+
+
+def test_a_norm_is_read_and_written_once() -> None:
+    size = 16 * 8 * 2
+    (found,) = bytes_of(lambda x, w: norm(x) @ gather(w, 0), X, W)
+    assert 2 * size <= found <= 2 * size + 16 * 4, "the array, what it is made of, and a number per row"
+
+    def shared(x: Any, w: Any, v: Any) -> Any:
+        y = norm(x)
+        return y @ gather(w, 0), y @ v
+
+    assert bytes_of(shared, X, W, (8, 4)) == [found / 2], "another dot reads it as well"
+
+
+def test_a_cast_reads_the_wider_type() -> None:
+    (found,) = bytes_of(
+        lambda x, w: gather(x, 0).astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), X, (8, 32), dtype=jnp.float32
+    )
+    assert found == 8 * 32 * (4 + 2)
+
+
+def test_what_is_made_of_a_dots_result_is_made_with_it() -> None:
+    def mlp(x: Any, up: Any, down: Any) -> Any:
+        return scatter(silu(x @ up) @ down, 0)
+
+    assert bytes_of(mlp, X, (8, 32), (32, 8)) == [0]
+    (found,) = bytes_of(lambda h, down: scatter(silu(h) @ down, 0), (16, 32), (32, 8))
+    assert found == 2 * 16 * 32 * 2
+
+
+def test_what_each_product_of_a_scatter_reads_whole_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a TPU's compiler makes it again within every piece's product."""
+
+    def body(x: Any, h: Any) -> Any:
+        return scatter(jnp.einsum("bd,bf->df", x, jnp.concatenate([h, -h], -1) * 2), 0)
+
+    given = (np.ones((DEVICES, *X), np.float32), np.ones((DEVICES, 16, 32), np.float32))
+
+    def barriers() -> int:
+        plan = passes.make_plan(
+            jitted(body, 2, DEVICES, check_vma=False).trace(*given).jaxpr,
+            "always",
+            lambda kind: by_name("tpu_v5p"),
+        )
+        jaxpr = jax.make_jaxpr(passes.rewritten(plan))(*given)
+        barriers = (e for e in bodies.equations(jaxpr) if e.primitive.name == "optimization_barrier")
+        return sum([v.aval.shape for v in e.invars] == [(16, 64)] for e in barriers)
+
+    assert barriers() == 0, "on CPU"
+    monkeypatch.setattr(shims, "on_tpu", lambda aval: True)
+    assert barriers() == 1
+
+
+# What `checkpoint` keeps is rounded to its own type.
+
+
+def kept(x: Any, w: Any) -> Any:
+    y = lax.reduce_precision(x @ gather(w, 0), 8, 23)
+    return lax.reduce_precision(y, 8, 7) + lax.reduce_precision(x[:, :1], 8, 23)
+
+
+def test_rounding_to_its_own_type_is_left_out_of_what_a_ring_made() -> None:
+    rng = np.random.default_rng(0)
+    arguments = [jnp.asarray(rng.normal(size=(DEVICES, *shape)), jnp.float32) for shape in (X, W)]
+    outcome = spmd.run_both(kept, arguments)
+    jaxpr = jax.make_jaxpr(outcome.overlapped)(*arguments)
+    found = [e for e in bodies.equations(jaxpr) if e.primitive.name == "reduce_precision"]
+    left = sorted((e.params["mantissa_bits"], e.invars[0].aval.shape) for e in found)
+    assert left == [(7, (16, 32)), (23, (16, 1))], "what rounds, and what no ring made"
+    np.testing.assert_allclose(outcome.rewritten, outcome.original, rtol=1e-2)
