@@ -6,13 +6,14 @@ them. What a ring's dots read goes through barriers, so that it is there as a wh
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Final
 
 from passes import shims
 from passes.block_eval import Read, cut_once, tie
 from passes.blocks import MOVING, is_fusible
 from passes.chains import AllGatherDot, DotReduceScatter
-from passes.graph import Dataflow, Op
+from passes.graph import Dataflow, Op, Operand
 
 _NOTHING: Final = MOVING | {"copy", "name", "pvary", "stop_gradient"}
 """Operations that change no element."""
@@ -20,7 +21,10 @@ _NOTHING: Final = MOVING | {"copy", "name", "pvary", "stop_gradient"}
 _PUT_TOGETHER: Final = ("concatenate", "pad")
 
 FARTHEST: Final = 16
-"""Operations in a row that are looked through."""
+"""Operations in a row that are looked through for what an array is best made of."""
+
+MOST: Final = 64
+"""Operations that are looked at for a dot that an array is made with."""
 
 
 def written_bytes(flow: Dataflow, chain: AllGatherDot | DotReduceScatter) -> float:
@@ -34,15 +38,19 @@ def written_bytes(flow: Dataflow, chain: AllGatherDot | DotReduceScatter) -> flo
 
 
 def made_once(flow: Dataflow, chain: DotReduceScatter, read: Read) -> dict[int, Any]:
-    """What every product of a scatter reads as a whole, and a TPU's compiler would make within each of them.
+    """What every product of a scatter reads as a whole, and a TPU's compiler would put together within each.
 
-    A rotary embedding's halves, put together 48 times, made a weight's gradient take three times as long.
+    The halves of a rotary embedding, put together 48 times, made a gradient take three times as long (v4).
+    What is only computed element by element was not seen to matter, and is left to the compiler.
     """
     if not shims.on_tpu(flow.aval(flow.ops[chain.collective.op].inputs[0])):
         return {}
     blocked = cut_once(flow, chain.body)
     whole = (operand for operand in _operands(flow, chain) if operand not in blocked)
-    return {each: tie(read(each))[0] for each in sorted(whole) if _computing(flow, each) is not None}
+    put_together = (
+        each for each in sorted(whole) if any(o.name in _PUT_TOGETHER for o in _fused(flow, each))
+    )
+    return {each: tie(read(each))[0] for each in put_together}
 
 
 def _operands(flow: Dataflow, chain: AllGatherDot | DotReduceScatter) -> set[int]:
@@ -70,13 +78,20 @@ def _share(flow: Dataflow, chain: AllGatherDot | DotReduceScatter, value: int) -
 def _pass_bytes(flow: Dataflow, value: int) -> float:
     """Bytes of an array and of what it is made of; 0 if compilers do not make it within its dots."""
     op = _computing(flow, value)
-    if op is None:
+    if op is None or _is_made_with_a_dot(flow, value):
         return 0.0
-    roots = _roots_of(flow, op)
-    makers = {flow.producer.get(root) for root in roots if flow.avals[root].size >= flow.avals[value].size}
-    if any(m is not None and flow.ops[m].name == "dot_general" for m in makers):
-        return 0.0
-    return flow.bytes_of(value) + sum(map(flow.bytes_of, roots))
+    return flow.bytes_of(value) + sum(map(flow.bytes_of, _roots_of(flow, op)))
+
+
+def _is_made_with_a_dot(flow: Dataflow, value: int) -> bool:
+    """Whether an array is made of a dot's result, and needs no sums of it.
+
+    A norm behind a dot does: it can be made when all of a row is there.
+    """
+    names = {each.name for each in _fused(flow, value)}
+    return "dot_general" in names and not any(
+        name.startswith("reduce_") for name in names - {"reduce_precision"}
+    )
 
 
 def _computing(flow: Dataflow, value: int) -> Op | None:
@@ -89,6 +104,19 @@ def _computing(flow: Dataflow, value: int) -> Op | None:
         of = flow.form_of(op)
         maker = None if of is None else flow.producer.get(of)
     return None
+
+
+def _fused(flow: Dataflow, value: Operand) -> Iterator[Op]:
+    """The operations that compilers may fuse into what reads a value, and where they end, back to back."""
+    waiting, seen = [value], set[int]()
+    while waiting and len(seen) < MOST:
+        value = waiting.pop()
+        maker = flow.producer.get(value) if isinstance(value, int) else None
+        if maker is not None and maker not in seen:
+            seen.add(maker)
+            yield flow.ops[maker]
+            if _is_fused(flow.ops[maker]):
+                waiting += flow.ops[maker].inputs
 
 
 def _is_fused(op: Op) -> bool:

@@ -83,6 +83,19 @@ def test_what_is_made_of_a_dots_result_is_made_with_it() -> None:
         return scatter(silu(x @ up) @ down, 0)
 
     assert bytes_of(mlp, X, (8, 32), (32, 8)) == [0]
+
+    def derivative(h: Any, y: Any, down: Any, up: Any) -> Any:
+        """An activation's derivative, of several products, times what comes back through a projection."""
+        s = lax.logistic(h)
+        return scatter((y @ down * s + y @ down * h * s * (1 - s)) @ up, 0)
+
+    assert bytes_of(derivative, (16, 32), X, (8, 32), (32, 8)) == [0]
+
+    def normalised(x: Any, up: Any, down: Any) -> Any:
+        return scatter(norm(x @ up) @ down, 0)
+
+    assert bytes_of(normalised, X, (8, 32), (32, 8)) > [0], "a row's sum has to be there first"
+
     (found,) = bytes_of(lambda h, down: scatter(silu(h) @ down, 0), (16, 32), (32, 8))
     assert found == 2 * 16 * 32 * 2
 
