@@ -245,10 +245,9 @@ def describe(plan: Plan, decision: Decision, count: int = 1) -> Site:
         source=op.source,
         path=plan.path,
         count=count,
-        # As the user wrote them, where the graph has dims apart, or as one.
-        operand=_type(op.eqn.invars[0].aval),
-        result=_type(op.eqn.outvars[0].aval),
-        dots=() if ring is None else tuple(_dot(flow.ops[dot.op]) for dot in ring.chain.dots),
+        operand=_type_of(flow.aval(op.inputs[0]), op.eqn.invars[0].aval),
+        result=_type_of(flow.avals[op.outputs[0]], op.eqn.outvars[0].aval),
+        dots=() if ring is None else tuple(_dot(flow, flow.ops[dot.op]) for dot in ring.chain.dots),
         rewritten=decision.rewritten,
         reason=str(decision.reason.code),
         sentence=decision.reason.sentence,
@@ -257,13 +256,16 @@ def describe(plan: Plan, decision: Decision, count: int = 1) -> Site:
     )
 
 
-def _type(aval: Any) -> str:
+def _type_of(aval: Any, written: Any) -> str:
+    """The type of an array; where the graph has its dims apart, or as one, that which the user wrote."""
+    aval = written if written.size == aval.size else aval
     short, _, _ = str(aval.str_short(short_dtypes=True)).partition("[")
     return f"{short}[{','.join(map(str, aval.shape))}]"
 
 
-def _dot(op: Op) -> str:
-    lhs, rhs = (_type(operand.aval) for operand in op.eqn.invars)
+def _dot(flow: Dataflow, op: Op) -> str:
+    pairs = zip(op.inputs, op.eqn.invars, strict=True)
+    lhs, rhs = (_type_of(flow.aval(operand), written.aval) for operand, written in pairs)
     return f"{lhs} · {rhs} at {op.source}"
 
 
