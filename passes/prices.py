@@ -43,8 +43,7 @@ class Prices:
 
     def of(self, chain: Chain, axis: Axis) -> Pricer:
         """Predicts the chain's times per schedule on an axis, its own in the program or another."""
-        written = self._written_for(chain) if axis.hardware.network == "torus" else 0.0
-        return pricer(self._flow, chain, axis, self._before_it(chain), written)
+        return pricer(self._flow, chain, axis, self._before_it(chain), self._written_for(chain))
 
     def best(self, chain: Chain) -> tuple[Estimate | None, RingSchedule]:
         """The schedule of the largest predicted benefit, the last one if the hardware is unknown.
@@ -72,6 +71,9 @@ class Prices:
         return self._before.get(chain.collective.op, NOTHING_BEFORE)
 
     def _written_for(self, chain: Chain) -> float:
+        hardware = self._network.hardware
+        if hardware is None or hardware.network != "torus":
+            return 0.0
         of = chain.scatter if isinstance(chain, DotPsum) else chain
         return written_bytes(self._flow, of)
 

@@ -76,7 +76,7 @@ class _Rewriter:
 
         again = _Again(flow, twice, read)
         first: dict[int, list[int]] = {}
-        by_rings: dict[int, Any] = {}
+        by_rings: set[Operand] = set()
         for number, collective in plan.first.items():
             first.setdefault(collective.op, []).append(flow.ops[number].outputs[0])
         for unit in plan.order:
@@ -85,12 +85,13 @@ class _Rewriter:
                     env.update(_waiting(flow, unit, first.get(unit.chain.collective.op, ()), env))
                 reader = read if twice.readers.isdisjoint(unit.members) else again.read
                 made = _emit(flow, unit, reader, places)
-                by_rings.update(made if isinstance(unit, Ring) else {})
+                by_rings.update(made if isinstance(unit, Ring) else ())
                 env.update(made)
                 continue
             op = flow.ops[unit]
             if op.name == "reduce_precision" and op.inputs[0] in by_rings and _rounds_to_own(flow, op):
-                env[op.outputs[0]] = by_rings[op.outputs[0]] = read(op.inputs[0])
+                env[op.outputs[0]] = read(op.inputs[0])
+                by_rings.update(op.outputs)
                 continue
             values = list(map(again.read if unit in twice.readers else read, op.inputs))
             if unit in plan.held:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Final, Literal, get_args
 
@@ -244,7 +244,6 @@ def operands(of: Choices) -> tuple[dict[str, Any], Operand]:
     """Weights, and the input [b, s, D]."""
     tensor = "tensor" if of.over_tensor else None
     fsdp = "fsdp" if of.over_fsdp else None
-    stacked = of.scanned
 
     def norm() -> dict[str, Operand]:
         names = ("scale",) if of.norm == "rms" else ("scale", "shift")
@@ -259,26 +258,28 @@ def operands(of: Choices) -> tuple[dict[str, Any], Operand]:
         return found | ({f"{name}_bias": operand(dims, sharded, "D")} if of.bias else {})
 
     def block(name: Block) -> dict[str, Operand]:
+        output = {"output": operand("H h D", (tensor, None, fsdp), "H h")}
         if name == "attention":
-            each = {k: v for part in ("query", "key", "value") for k, v in projection(part, "H h").items()}
-            return norm() | each | {"output": operand("H h D", (tensor, None, fsdp), "H h")}
-        if name == "fused_attention":
             return (
                 norm()
-                | projection("projections", "three H h")
-                | {"output": operand("H h D", (tensor, None, fsdp), "H h")}
+                | projection("query", "H h")
+                | projection("key", "H h")
+                | projection("value", "H h")
+                | output
             )
+        if name == "fused_attention":
+            return norm() | projection("projections", "three H h") | output
         down = {"down": operand("F D", (tensor, fsdp), "F")}
         if name == "fused_gated":
             return norm() | projection("both", "two F") | down
         return norm() | (projection("gate", "F") if name == "gated" else {}) | projection("up", "F") | down
 
     def in_layers(each: Operand) -> Operand:
-        return Operand(f"L {each.dims}", P(None, *each.spec), fan_in=each.fan_in, float32=each.float32)
+        return replace(each, dims=f"L {each.dims}", spec=P(None, *each.spec))
 
     one = {name: block(name) for name in of.blocks}
     weights: dict[str, Any] = {
-        "layers": jax.tree.map(in_layers, one) if stacked else tuple(one for _ in range(of.layers))
+        "layers": jax.tree.map(in_layers, one) if of.scanned else tuple(one for _ in range(of.layers))
     }
     if of.head:
         weights["head"] = norm() | {"vocabulary": operand("D V", (fsdp, tensor), "D")}

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import overlap
+import passes
+from cost_model import by_name
 from passes.schedule import RingSchedule
 from tests.passes import spmd
 
@@ -297,6 +299,20 @@ def jitted(body: Callable[..., Any], count: int, axis_size: int, *, check_vma: b
             check_vma=check_vma,
         )
     )
+
+
+def rewritten_jaxpr(
+    body: Callable[..., Any], given: Sequence[Any], hardware: str, *, differentiable: bool = False
+) -> Any:
+    """What ``always`` makes of a body's program, for some hardware."""
+    axis_size = len(given[0])
+    plan = passes.make_plan(
+        jitted(body, len(given), axis_size, check_vma=False).trace(*given).jaxpr,
+        "always",
+        lambda kind: by_name(hardware),
+        differentiable=differentiable,
+    )
+    return jax.make_jaxpr(passes.rewritten(plan))(*given)
 
 
 def as_ring(function: Any) -> Any:

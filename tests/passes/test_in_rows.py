@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-import passes
-from cost_model import by_name
 from passes import shims
 from passes.schedule import RingSchedule
 from tests.passes import bodies, spmd
-from tests.passes.ring_patterns import gather, jitted
+from tests.passes.ring_patterns import gather, rewritten_jaxpr
 
 AXIS_SIZE = 4
 
@@ -39,13 +36,7 @@ def traced(name: str, rows: int, *, differentiable: bool = False) -> tuple[Any, 
     shapes = ((AXIS_SIZE, 2, rows, inner), (AXIS_SIZE, 8, 256))
     given = tuple(rng.normal(size=shape).astype(np.float32) for shape in shapes)
     with spmd.only_schedule(schedule):
-        plan = passes.make_plan(
-            jitted(body, 2, AXIS_SIZE, check_vma=False).trace(*given).jaxpr,
-            "always",
-            lambda kind: by_name("tpu_v5p"),
-            differentiable=differentiable,
-        )
-        return jax.make_jaxpr(passes.rewritten(plan))(*given), given
+        return rewritten_jaxpr(body, given, "tpu_v5p", differentiable=differentiable), given
 
 
 def pinned(jaxpr: Any) -> set[tuple[int, ...]]:
@@ -86,12 +77,7 @@ def pins_on(
     """The shapes that a rewritten body lays out by rows, were it for these devices."""
     monkeypatch.setattr(shims, f"on_{platform}", lambda aval: True)
     with spmd.only_schedule(schedule):
-        plan = passes.make_plan(
-            jitted(body, 2, AXIS_SIZE, check_vma=False).trace(*given).jaxpr,
-            "always",
-            lambda kind: by_name("h100"),
-        )
-        jaxpr = jax.make_jaxpr(passes.rewritten(plan))(*given)
+        jaxpr = rewritten_jaxpr(body, given, "h100")
     equations = (eqn for eqn in bodies.equations(jaxpr) if eqn.primitive.name == "layout_constraint")
     return [eqn.outvars[0].aval.shape for eqn in equations]
 

@@ -14,15 +14,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-import passes
-from cost_model import by_name
 from passes import shims
 from passes.chains import DotPsum
 from passes.graph import dataflow
 from passes.match import match_dataflow
 from passes.written import written_bytes
 from tests.passes import bodies, spmd
-from tests.passes.ring_patterns import gather, jitted, scatter
+from tests.passes.ring_patterns import gather, jitted, rewritten_jaxpr, scatter
 
 DEVICES = 4
 X, W = (16, 8), (2, 32)
@@ -109,12 +107,7 @@ def test_what_each_product_of_a_scatter_reads_whole_is_made_once(monkeypatch: py
     given = (np.ones((DEVICES, *X), np.float32), np.ones((DEVICES, 16, 32), np.float32))
 
     def barriers() -> int:
-        plan = passes.make_plan(
-            jitted(body, 2, DEVICES, check_vma=False).trace(*given).jaxpr,
-            "always",
-            lambda kind: by_name("tpu_v5p"),
-        )
-        jaxpr = jax.make_jaxpr(passes.rewritten(plan))(*given)
+        jaxpr = rewritten_jaxpr(body, given, "tpu_v5p")
         barriers = (e for e in bodies.equations(jaxpr) if e.primitive.name == "optimization_barrier")
         return sum([v.aval.shape for v in e.invars] == [(16, 64)] for e in barriers)
 
