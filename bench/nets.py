@@ -14,25 +14,21 @@ save is compared with that of the two schedules. Needs libtpu, and no TPU. All t
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
 import random
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from bench import steps
-from bench.schedules import command, grid, measure, programs, run, workers
+from bench.schedules import grid, measure, programs
 from bench.schedules.case import SLICES, TOKENS, WIDTHS, Case
 from bench.schedules.programs import Problem
+from bench.step_runs import Benchmark
 from bench.steps import Step
 from bench.versions import spelled
 from cost_model import Topology, by_name
-from overlap import tpu_target
 
-NAME: Final = "nets"
 SEED: Final = 20261126
 COUNT: Final = 60
 LAYERS: Final = (1, 2, 3)
@@ -157,41 +153,17 @@ def document(rows: Sequence[Row], made_with: Mapping[str, str], seed: int) -> st
     return "\n\n".join(parts) + "\n"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Decides, compiles, prints, writes; the exit status is 2 without libtpu."""
-    parser = command.parser(__doc__, "nets")
-    parser.add_argument("--count", type=int, metavar="N", default=COUNT, help=f"nets drawn ({COUNT})")
-    parser.add_argument("--seed", type=int, default=SEED, help=f"of the draw ({SEED})")
-    options = parser.parse_args(argv)
-    nets = {net.name: net for net in drawn(options.count, options.seed)}
-    if options.worker:
-        workers.serve(lambda name: dataclasses.asdict(row(nets[name])), sys.stdin, sys.stdout)
-        return 0
-    if options.rows:
-        nets = {name: net for name, net in nets.items() if re.search(options.rows, name)}
-    if (
-        status := command.nothing_to_measure(NAME, list(nets.values()), options, tpu_target.missing)
-    ) is not None:
-        return status
-    made_with = run.versions("libtpu")
-    asked = ("--count", str(options.count), "--seed", str(options.seed))
-    failed = {name: functools.partial(empty, net) for name, net in nets.items()}
-    rows = steps.compiled(NAME, Row, failed, options, made_with, asked)
-    print(f"\n{json.dumps(steps.summary(rows), indent=1)}")
-    if (folder := command.folder(options)) is not None:
-        page = document(rows, made_with, options.seed)
-        content = {
-            "schema": 1,
-            "kind": "modelled",
-            "versions": made_with,
-            "seed": options.seed,
-            "summary": steps.summary(rows),
-            "rows": [dataclasses.asdict(each) for each in rows],
-        }
-        run.write(folder, NAME, page, content)
-        print(f"\nWritten: {folder / NAME}.md and .json")
-    return 0
-
+BENCHMARK: Final = Benchmark(
+    name="nets",
+    about=__doc__,
+    what="nets",
+    kind=Row,
+    programs=lambda options: {net.name: net for net in drawn(options.count, options.seed)},
+    row=row,
+    empty=empty,
+    document=lambda rows, made_with, options: document(rows, made_with, options.seed),
+    draws=(COUNT, SEED),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())

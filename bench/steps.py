@@ -4,22 +4,16 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import statistics
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from bench.quantile import quantile
-from bench.schedules import measure, run, workers
+from bench.schedules import measure
 from bench.schedules.tables import table
 from cost_model import Topology
-from overlap import overlap_collectives, tpu_target
-
-LIMIT_S: Final = 1200.0
-"""After which a program is given up."""
+from overlap import overlap_collectives
 
 SLOWER: Final = 0.01
 """What a program must take longer than as written to be told as slower."""
@@ -64,9 +58,6 @@ class Step:
     def memory(self) -> float:
         """Temporary memory with rings over that as written; 1 where there is none."""
         return self.auto_bytes / self.original_bytes if self.original_bytes else 1.0
-
-
-SomeStep = TypeVar("SomeStep", bound=Step)
 
 
 def figures(
@@ -161,39 +152,3 @@ def table_of(groups: Mapping[str, Sequence[Step]], what: str) -> str:
         "nine in ten within",
     )
     return table(headings, lines)
-
-
-def compiled(
-    benchmark: str,
-    kind: type[SomeStep],
-    failed: Mapping[str, Callable[[str], SomeStep]],
-    options: argparse.Namespace,
-    made_with: Mapping[str, str],
-    asked: Sequence[str] = (),
-) -> list[SomeStep]:
-    """The figures of all programs, in their order, by other processes, printed and kept as they come.
-
-    Args:
-      benchmark: its module's name in `bench`; run with ``--worker`` it answers names with rows.
-      kind: the class of the rows.
-      failed: name of each program → its row, from why there are no figures.
-      options: the command line: ``jobs`` and ``resume``.
-      made_with: versions, for the file.
-      asked: arguments of the workers.
-    """
-    from rich.console import Console
-
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else run.PIPE_COLUMNS)
-    kept = [] if options.resume is None else [kind(**row) for row in run.kept(options.resume, made_with)]
-    known = {each.name: each for each in kept if each.name in failed and not each.error}
-    waiting = [name for name in failed if name not in known]
-    command = [*workers.interpreter(f"bench.{benchmark}"), *asked]
-    environment = run.of_workers(tpu_target.ENVIRONMENT)
-    answers = workers.answers(waiting, command, environment, jobs=options.jobs, limit_s=LIMIT_S)
-    for number, answer in enumerate(run.progress(console, answers, len(waiting), benchmark), 1):
-        found = failed[answer.name](answer.error) if answer.content is None else kind(**answer.content)
-        known[found.name] = found
-        if options.resume is not None:
-            run.keep(options.resume, dataclasses.asdict(found), made_with)
-        console.print(f"{number}/{len(waiting)} {line(found)}", markup=False, soft_wrap=True)
-    return [known[name] for name in failed]

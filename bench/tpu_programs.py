@@ -14,9 +14,6 @@ times are modelled.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,14 +22,13 @@ from typing import Final
 from bench import steps
 from bench.programs import PROGRAMS
 from bench.programs.program import Program
-from bench.schedules import command, measure, run, workers
+from bench.schedules import measure
 from bench.schedules.case import SLICES, Slice
+from bench.step_runs import Benchmark
 from bench.steps import Step
 from bench.versions import spelled
 from cost_model import Topology, by_name
-from overlap import tpu_target
 
-NAME: Final = "tpu_programs"
 DEVICES: Final = 8
 
 
@@ -94,34 +90,16 @@ def document(rows: Sequence[Step], made_with: Mapping[str, str]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Decides, compiles, prints, writes; the exit status is 2 without libtpu."""
-    options = command.parser(__doc__, "programs").parse_args(argv)
-    chosen = everything()
-    if options.worker:
-        workers.serve(lambda name: dataclasses.asdict(row(chosen[name])), sys.stdin, sys.stdout)
-        return 0
-    if options.rows:
-        chosen = {name: each for name, each in chosen.items() if re.search(options.rows, name)}
-    missing = tpu_target.missing
-    if (status := command.nothing_to_measure(NAME, list(chosen.values()), options, missing)) is not None:
-        return status
-    made_with = run.versions("libtpu")
-    failed = {name: functools.partial(empty, each) for name, each in chosen.items()}
-    rows = steps.compiled(NAME, Step, failed, options, made_with)
-    print(f"\n{json.dumps(steps.summary(rows), indent=1)}")
-    if (folder := command.folder(options)) is not None:
-        content = {
-            "schema": 1,
-            "kind": "modelled",
-            "versions": made_with,
-            "summary": steps.summary(rows),
-            "rows": [dataclasses.asdict(each) for each in rows],
-        }
-        run.write(folder, NAME, document(rows, made_with), content)
-        print(f"\nWritten: {folder / NAME}.md and .json")
-    return 0
-
+BENCHMARK: Final = Benchmark(
+    name="tpu_programs",
+    about=__doc__,
+    what="programs",
+    kind=Step,
+    programs=lambda options: everything(),
+    row=row,
+    empty=empty,
+    document=lambda rows, made_with, options: document(rows, made_with),
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(BENCHMARK.main())
