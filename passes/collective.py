@@ -100,6 +100,8 @@ def _same_as(flow: Dataflow, collective: Collective) -> str:
 def unsupported(flow: Dataflow, collective: Collective) -> Reason | None:
     """Why no ring of ours can stand in for the collective, whatever is around it; None if one can."""
     op = flow.ops[collective.op]
+    if (total := flow.summed.get(op.outputs[0])) is not None:
+        return Reason(Code.SUMMED_ONCE, f"The other is at {flow.ops[flow.producer[total]].source}.")
     if collective.op not in flow.live:
         return Reason(Code.UNUSED, _same_as(flow, collective))
     if op.name not in _DECOMPOSED or len(op.outputs) != 1:

@@ -118,6 +118,9 @@ class Dataflow:
       differentiable: whether only what jax may differentiate is to be made of the graph.
       steady: values that are the same in every iteration of the loop around it.
       several_slices: whether the devices that run it are TPUs of several slices.
+      sliced: arguments that are each a slice of what a loop around it runs over.
+      stacked: results that a loop around it puts together, and nothing else reads.
+      summed: results of sums over devices that are part of another → that one's result.
     """
 
     ops: tuple[Op, ...]
@@ -128,6 +131,9 @@ class Dataflow:
     differentiable: bool = False
     steady: frozenset[int] = frozenset()
     several_slices: bool = False
+    sliced: frozenset[int] = frozenset()
+    stacked: frozenset[int] = frozenset()
+    summed: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def bytes_of(self, value: int) -> int:
         """Bytes of a value, as a whole."""

@@ -27,6 +27,7 @@ from passes.network import Network, several_slices
 from passes.reasons import Code, Reason
 from passes.scattered_first import scattered_first, sums_before_scatters
 from passes.site import Site
+from passes.summed_once import summed_once
 from passes.weight_gradients import held_back, run_first, weight_gradients
 
 BODIES: Mapping[str, tuple[str, ...]] = {
@@ -353,6 +354,43 @@ def _alike(op: Op, param: str, body: Any, invariance: Invariance, around: _Alike
     return dataclasses.replace(around, arguments=tuple(same))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Stacks:
+    """What a jaxpr has to do with stacks of what a loop around it reads and makes, a slice an iteration.
+
+    Attributes:
+      sliced: positions of arguments that are such slices.
+      stacked: positions of results that are only put into such a stack.
+    """
+
+    sliced: frozenset[int] = frozenset()
+    stacked: frozenset[int] = frozenset()
+
+    def of(self, flow: Dataflow) -> Dataflow:
+        """The jaxpr's graph, which knows them."""
+        results = {o for i, o in enumerate(flow.outputs) if i in self.stacked and isinstance(o, int)}
+        stacked = (value for value in results if set(flow.users[value]) == {-1})
+        sliced = frozenset(flow.inputs[i] for i in self.sliced)
+        return dataclasses.replace(flow, sliced=sliced, stacked=frozenset(stacked))
+
+
+def _stacks(op: Op, body: Any, flow: Dataflow) -> _Stacks:
+    """Those of a body of an operation of this graph."""
+    inner, _ = shims.open_jaxpr(body)
+    if op.name == "scan":
+        carried = shims.loop_carried(op.eqn)
+        results = range(carried.stop - carried.start, len(inner.outvars))
+        return _Stacks(frozenset(range(carried.stop, len(inner.invars))), frozenset(results))
+    if op.name in LOOPS:
+        return _Stacks()
+    operands = _passed(op, len(inner.invars))
+    sliced = frozenset(i for i, operand in enumerate(operands) if operand in flow.sliced)
+    return _Stacks(sliced, frozenset(i for i, value in enumerate(op.outputs) if value in flow.stacked))
+
+
+_NO_STACKS = _Stacks()
+
+
 class _Planner:
     """Plans each jaxpr once, however often it is called."""
 
@@ -363,7 +401,7 @@ class _Planner:
         self.differentiable = differentiable
         self.policy = policy
         self.hardware_of = hardware_of
-        self.plans: dict[tuple[int, frozenset[int] | None, bool, _Mapped | None, _Alike], Plan] = {}
+        self.plans: dict[tuple[Any, ...], Plan] = {}
         self.networks: dict[tuple[str | None, _Mapped | None], Network] = {}
         self.concerned: dict[int, bool] = {}
 
@@ -377,6 +415,7 @@ class _Planner:
         mapped: _Mapped | None,
         alike: _Alike,
         lasting: frozenset[int] = frozenset(),
+        stacks: _Stacks = _NO_STACKS,
     ) -> Plan:
         """The plan of one jaxpr.
 
@@ -390,11 +429,14 @@ class _Planner:
           alike: what the devices that run it have in common.
           lasting: positions of the arguments that the program around it reads again; of a body that is
             called several times those of the first call, of which there are most.
+          stacks: what it has to do with those of a loop around it.
         """
-        key = (id(shims.open_jaxpr(jaxpr)[0]), steady, replaceable, mapped, alike)
+        key = (id(shims.open_jaxpr(jaxpr)[0]), steady, replaceable, mapped, alike, stacks)
         if key in self.plans:
             return self.plans[key]
-        flow = dataflow(jaxpr, differentiable=self.differentiable)
+        flow = stacks.of(dataflow(jaxpr, differentiable=self.differentiable))
+        if replaceable:
+            flow = summed_once(flow)
 
         def planned(flow: Dataflow) -> Plan:
             return self._planned(
@@ -442,13 +484,13 @@ class _Planner:
             def within(param: str, body: Any, op: Op = op, around: _Alike = around) -> _Alike:
                 return _alike(op, param, body, invariance, around)
 
-            inner = self._bodies(op, path, same, mapped, within, read_again, replaceable=replaceable)
+            inner = self._bodies(flow, op, path, same, mapped, within, read_again, replaceable=replaceable)
             if not inner:
                 continue
             if replaceable and op.name in BODIES and all(map(_retraceable, op.bodies)):
                 bodies[index] = inner
             else:
-                inner = self._bodies(op, path, same, mapped, within, read_again, replaceable=False)
+                inner = self._bodies(flow, op, path, same, mapped, within, read_again, replaceable=False)
                 opaque[index] = tuple(p for plans in inner.values() for p in plans)
         undecided = Plan(flow, path, (), (), bodies, opaque)
 
@@ -460,6 +502,7 @@ class _Planner:
 
     def _bodies(
         self,
+        flow: Dataflow,
         op: Op,
         path: str,
         same: Set[int] | None,
@@ -483,6 +526,7 @@ class _Planner:
                     mapped=mapped,
                     alike=within(param, j),
                     lasting=_arguments(op, param, j, again),
+                    stacks=_stacks(op, j, flow),
                 )
                 for j in _as_jaxprs(op.params[param])
             )

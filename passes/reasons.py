@@ -34,6 +34,7 @@ class Code(StrEnum):
     EMPTY = "empty"
     SYMBOLIC_SHAPE = "symbolic_shape"
     UNUSED = "unused"
+    SUMMED_ONCE = "summed_once"
     EXPLICIT_SHARDING = "explicit_sharding"
     OPAQUE_CALL = "opaque_call"
     DEVICES_APART = "devices_apart"
@@ -73,6 +74,7 @@ _SENTENCES = {
     Code.EMPTY: "An array of the chain has no elements.",
     Code.SYMBOLIC_SHAPE: "The program around it is traced for sizes not yet known: no ring can be chosen.",
     Code.UNUSED: "Nothing uses its result; compilers drop it.",
+    Code.SUMMED_ONCE: "Its result is only added to that of another sum: both are summed as one.",
     Code.EXPLICIT_SHARDING: "A value of the chain is also sharded over an axis of type Explicit.",
     Code.REPLICATED: (
         "The dot's result is the same on several devices, and a ring adds it up in another order on each."

@@ -8,7 +8,9 @@ last.
 
 TPU compilers leave them for last, and keep what they read until then: the gathered values of a whole backward
 pass. So there the ring of the next sum waits for them, by a barrier; and for the rings of those weights'
-gradients that are themselves summed over devices, of which the same is true.
+gradients that are themselves summed over devices, of which the same is true. It does not wait for those that
+a loop puts together of all its iterations: their dots write them in their place, which no barrier may stand
+before.
 """
 
 from __future__ import annotations
@@ -88,8 +90,10 @@ def run_first(flow: Dataflow, chains: Iterable[Chain], dots: Iterable[int]) -> M
             among = others if index in last else range(len(sums))
             behind = needed.get(index, 0).bit_length()
             following = next((number for number in among if number >= behind), None)
-            if following is not None:
-                first[_in_final_form(flow, index)] = sums[following]
+            final = _in_final_form(flow, index)
+            stacked = index not in last and not flow.stacked.isdisjoint(flow.ops[final].outputs)
+            if following is not None and not stacked:
+                first[final] = sums[following]
     return first
 
 

@@ -1,7 +1,8 @@
 """What has to be written for a ring that TPU compilers as written make within the dots that read it.
 
-A norm's last multiplication, an activation, a weight's cast: compilers make them part of the dots that read
-them. What a ring's dots read goes through barriers, so that it is there as a whole: a pass of its own.
+A norm's last multiplication, an activation, a weight's cast, its slice of what a loop runs over: compilers
+make them part of the dots that read them. What a ring's dots read goes through barriers, so that it is there
+as a whole: a pass of its own.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ def _share(flow: Dataflow, chain: AllGatherDot | DotReduceScatter, value: int) -
 
 def _pass_bytes(flow: Dataflow, value: int) -> float:
     """Bytes of an array and of what it is made of; 0 if compilers do not make it within its dots."""
+    if _before_moves(flow, value) in flow.sliced:
+        return 2.0 * flow.bytes_of(value)
     op = _computing(flow, value)
     if op is None or _is_made_with_a_dot(flow, value):
         return 0.0
@@ -96,14 +99,19 @@ def _is_made_with_a_dot(flow: Dataflow, value: int) -> bool:
 
 def _computing(flow: Dataflow, value: int) -> Op | None:
     """The operation that computes a value, beside any that only move it; None if compilers do not fuse it."""
-    maker = flow.producer.get(value)
-    while maker is not None and _is_fused(flow.ops[maker]):
-        op = flow.ops[maker]
-        if op.name not in _NOTHING:
-            return op
-        of = flow.form_of(op)
-        maker = None if of is None else flow.producer.get(of)
-    return None
+    maker = flow.producer.get(_before_moves(flow, value))
+    op = None if maker is None else flow.ops[maker]
+    return op if op is not None and _is_fused(op) and op.name not in _NOTHING else None
+
+
+def _before_moves(flow: Dataflow, value: int) -> int:
+    """The value that this one is the same as, moved perhaps."""
+    while (maker := flow.producer.get(value)) is not None and flow.ops[maker].name in _NOTHING:
+        of = flow.form_of(flow.ops[maker])
+        if of is None:
+            break
+        value = of
+    return value
 
 
 def _fused(flow: Dataflow, value: Operand) -> Iterator[Op]:
