@@ -5,7 +5,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-others lint pytest format test-gpu bench bench-matmul bench-tpu bench-gpu bench-rolled bench-decisions bench-nets bench-programs clean
+.PHONY: help demo test test-all test-others lint pytest format test-gpu bench bench-matmul bench-tpu bench-gpu bench-rolled bench-decisions bench-nets bench-programs bench-layers clean
 MAKEFLAGS += --no-print-directory
 SHELL := /bin/sh
 export PYTHON
@@ -71,6 +71,9 @@ bench-nets: ## random MLPs of several layers, with and without gradients, by the
 
 bench-programs: ## training steps of a layer for five TPUs, by the TPU compiler (half an hour)
 	@$(ready) && "$$python" -m bench.tpu_programs $(BENCH_ARGS)
+
+bench-layers: ## training steps as people write them, drawn, by the TPU compiler (an hour)
+	@$(ready) && "$$python" -m bench.layers $(BENCH_ARGS)
 
 bench-gpu: ## compares schedules by the GPU compiler, in an environment of its own; needs no GPU
 	@python=$$($(PAIRS) gpu) && "$$python" -m bench.gpu_schedules $(BENCH_ARGS)

@@ -26,7 +26,6 @@ from bench.schedules.case import SLICES, TOKENS, WIDTHS, Case
 from bench.schedules.programs import Problem
 from bench.step_runs import Benchmark
 from bench.steps import Step
-from bench.versions import spelled
 from cost_model import Topology, by_name
 
 SEED: Final = 20261126
@@ -135,22 +134,15 @@ def empty(net: Net, error: str = "") -> Row:
 
 def document(rows: Sequence[Row], made_with: Mapping[str, str], seed: int) -> str:
     """The page."""
-    groups: dict[str, list[Row]] = {"all": list(rows)}
-    for chip in dict.fromkeys(each.chip for each in rows):
-        groups[chip] = [each for each in rows if each.chip == chip]
-    groups["forward"] = [each for each in rows if not each.gradient]
-    groups["with gradient"] = [each for each in rows if each.gradient]
-    parts = [
-        "# Programs of several chains",
-        f"{len(rows)} random MLPs of 1 to 3 layers (seed {seed}), half of them with gradients, compiled by "
-        'the TPU compiler as written and under `policy="auto"`. Times are modelled: the compiled schedules, '
-        "with the compiler's own cycle estimates. The predicted time is that as written less what the rings "
-        "were predicted to save; how far it is off is relative to the time as written.",
-        f"Made with {spelled(made_with)}.",
-        steps.table_of(groups, "nets"),
-        "\n".join(f"- {steps.line(each)}" for each in sorted(rows, key=lambda each: each.name)),
-    ]
-    return "\n\n".join(parts) + "\n"
+    groups = {
+        "all": rows,
+        **steps.grouped(rows, lambda each: each.chip),
+        "forward": [each for each in rows if not each.gradient],
+        "with gradient": [each for each in rows if each.gradient],
+    }
+    about = f"{len(rows)} random MLPs of 1 to 3 layers (seed {seed}), half of them with gradients"
+    listed = sorted(rows, key=lambda each: each.name)
+    return steps.page("Programs of several chains", about, groups, listed, made_with, "nets")
 
 
 BENCHMARK: Final = Benchmark(

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from bench.schedules import command, run, workers
-from bench.steps import Step, line, summary
+from bench.steps import SomeStep, line, summary
 from overlap import tpu_target
 
 LIMIT_S: Final = 1200.0
 """After which a program is given up."""
 
 SomeProgram = TypeVar("SomeProgram", bound=command.Named)
-SomeStep = TypeVar("SomeStep", bound=Step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from bench.quantile import quantile
 from bench.schedules import measure
 from bench.schedules.tables import table
+from bench.versions import spelled
 from cost_model import Topology
 from overlap import overlap_collectives
 
@@ -58,6 +59,9 @@ class Step:
     def memory(self) -> float:
         """Temporary memory with rings over that as written; 1 where there is none."""
         return self.auto_bytes / self.original_bytes if self.original_bytes else 1.0
+
+
+SomeStep = TypeVar("SomeStep", bound=Step)
 
 
 def figures(
@@ -152,3 +156,41 @@ def table_of(groups: Mapping[str, Sequence[Step]], what: str) -> str:
         "nine in ten within",
     )
     return table(headings, lines)
+
+
+def grouped(rows: Sequence[SomeStep], by: Callable[[SomeStep], str]) -> dict[str, list[SomeStep]]:
+    """The rows of each kind, in the order in which the first of each comes."""
+    groups: dict[str, list[SomeStep]] = {}
+    for each in rows:
+        groups.setdefault(by(each), []).append(each)
+    return groups
+
+
+def page(
+    title: str,
+    about: str,
+    groups: Mapping[str, Sequence[Step]],
+    listed: Sequence[Step],
+    made_with: Mapping[str, str],
+    what: str,
+) -> str:
+    """The Markdown page of a benchmark.
+
+    Args:
+      title: its heading.
+      about: what was compiled: the beginning of a sentence.
+      groups: name → programs that are summed up.
+      listed: programs of which each has its line.
+      made_with: versions.
+      what: the programs are, in the plural.
+    """
+    parts = [
+        f"# {title}",
+        f'{about}, compiled by the TPU compiler as written and under `policy="auto"`. Times are modelled: '
+        "the compiled schedules, with the compiler's own cycle estimates. The predicted time is that as written "
+        "less what the rings were predicted to save; how far it is off is relative to the time as written.",
+        f"Made with {spelled(made_with)}.",
+        table_of(groups, what),
+        "\n".join(f"- {line(each)}" for each in listed),
+    ]
+    return "\n\n".join(parts) + "\n"

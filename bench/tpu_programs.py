@@ -26,7 +26,6 @@ from bench.schedules import measure
 from bench.schedules.case import SLICES, Slice
 from bench.step_runs import Benchmark
 from bench.steps import Step
-from bench.versions import spelled
 from cost_model import Topology, by_name
 
 DEVICES: Final = 8
@@ -72,22 +71,13 @@ def empty(of: Compiled, error: str = "") -> Step:
 
 def document(rows: Sequence[Step], made_with: Mapping[str, str]) -> str:
     """The page."""
-    groups: dict[str, list[Step]] = {"all": list(rows)}
-    for chip in dict.fromkeys(each.chip for each in rows):
-        groups[chip] = [each for each in rows if each.chip == chip]
-    for name in dict.fromkeys(each.name.split()[1] for each in rows):
-        groups[f"`{name}`"] = [each for each in rows if each.name.split()[1] == name]
-    parts = [
-        "# Training steps of a layer",
-        f"The programs of `bench/programs` in real widths on {DEVICES} devices of a slice, compiled by the "
-        'TPU compiler as written and under `policy="auto"`. Times are modelled: the compiled schedules, with '
-        "the compiler's own cycle estimates. The predicted time is that as written less what the rings were "
-        "predicted to save; how far it is off is relative to the time as written.",
-        f"Made with {spelled(made_with)}.",
-        steps.table_of(groups, "programs"),
-        "\n".join(f"- {steps.line(each)}" for each in rows),
-    ]
-    return "\n\n".join(parts) + "\n"
+    groups = {
+        "all": rows,
+        **steps.grouped(rows, lambda each: each.chip),
+        **steps.grouped(rows, lambda each: f"`{each.name.split()[1]}`"),
+    }
+    about = f"The programs of `bench/programs` in real widths on {DEVICES} devices of a slice"
+    return steps.page("Training steps of a layer", about, groups, rows, made_with, "programs")
 
 
 BENCHMARK: Final = Benchmark(
