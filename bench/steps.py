@@ -187,8 +187,9 @@ def page(
     parts = [
         f"# {title}",
         f'{about}, compiled by the TPU compiler as written and under `policy="auto"`. Times are modelled: '
-        "the compiled schedules, with the compiler's own cycle estimates. The predicted time is that as written "
-        "less what the rings were predicted to save; how far it is off is relative to the time as written.",
+        "the compiled schedules, with the compiler's own cycle estimates. The predicted time is that as "
+        "written less what the rings were predicted to save; how far it is off is relative to the time as "
+        "written.",
         f"Made with {spelled(made_with)}.",
         table_of(groups, what),
         "\n".join(f"- {line(each)}" for each in listed),
