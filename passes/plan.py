@@ -383,8 +383,8 @@ def _stacks(op: Op, body: Any, flow: Dataflow) -> _Stacks:
         return _Stacks(frozenset(range(carried.stop, len(inner.invars))), frozenset(results))
     if op.name in LOOPS:
         return _Stacks()
-    operands = _passed(op, len(inner.invars))
-    sliced = frozenset(i for i, operand in enumerate(operands) if operand in flow.sliced)
+    operands = enumerate(_passed(op, len(inner.invars)))
+    sliced = frozenset(i for i, operand in operands if isinstance(operand, int) and operand in flow.sliced)
     return _Stacks(sliced, frozenset(i for i, value in enumerate(op.outputs) if value in flow.stacked))
 
 

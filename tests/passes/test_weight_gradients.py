@@ -135,6 +135,15 @@ def test_they_run_before_the_next_scatter_in_their_final_form() -> None:
     assert not run_first(flow, gathers, weight_gradients(flow))
 
 
+def test_they_do_not_where_a_loop_puts_them_together() -> None:
+    flow = dataflow(backward())
+    found = [match.found[0] for match in match_dataflow(flow) if isinstance(match.found, tuple)]
+    dots = weight_gradients(flow)
+    one, other = (flow.ops[op].outputs[0] for op in run_first(flow, found, dots))
+    in_a_stack = dataclasses.replace(flow, stacked=frozenset({one}))
+    assert [flow.ops[op].outputs[0] for op in run_first(in_a_stack, found, dots)] == [other]
+
+
 def test_of_several_scatters_they_run_before_the_one_after_what_they_need() -> None:
     def body(x: Any, w: Any, v: Any) -> Any:
         def scattered(y: Any) -> Any:
@@ -237,6 +246,35 @@ def test_on_tpus_the_last_ring_waits_for_them() -> None:
 
     assert awaited(by_name("tpu_v5p"))
     assert not awaited(CPU)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_in_a_scan_over_layers_it_does_not(checkpointed: bool) -> None:
+    """Behind a barrier a gradient is written twice: by its dot, and into its place among all layers'."""
+
+    def layers(x: Any, up: Any, down: Any) -> Any:
+        def layer(x: Any, w: tuple[Any, Any]) -> Any:
+            hidden = jax.nn.relu(lax.all_gather(x, "x", axis=0, tiled=True) @ w[0])
+            return x + lax.psum_scatter(hidden @ w[1], "x", scatter_dimension=0, tiled=True), None
+
+        y, _ = lax.scan(jax.checkpoint(layer) if checkpointed else layer, x, (up, down))
+        return lax.psum(jnp.sum(y * y), "x")
+
+    specs = (P("x"), P(None, None, "x"), P(None, "x"))
+    mapped = jax.shard_map(layers, mesh=spmd.mesh_of(2), in_specs=specs, out_specs=P())
+    written = jax.jit(jax.value_and_grad(mapped, argnums=(0, 1, 2)))
+    ring = overlap_collectives(written, policy="always", hardware=by_name("tpu_v5p"), strict=True)
+    rng = np.random.default_rng(3)
+    shapes = ((2 * ROWS, WIDTH), (3, WIDTH, 2 * HIDDEN), (3, 2 * HIDDEN, WIDTH))
+    given = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    held = [
+        {var.aval.shape for var in eqn.invars}
+        for eqn in bodies.equations(jax.make_jaxpr(ring)(*given))
+        if eqn.primitive.name == "optimization_barrier"
+    ]
+    assert held and {(WIDTH, HIDDEN), (2 * ROWS, HIDDEN)} not in held
+    for found, wanted in zip(jax.tree.leaves(ring(*given)), jax.tree.leaves(written(*given)), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
 
 
 def test_no_ring_is_given_up_for_a_wait_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from cost_model import by_name
+from overlap import overlap_collectives
 from passes import shims
 from passes.chains import DotPsum
 from passes.graph import dataflow
@@ -55,6 +57,32 @@ def test_what_is_there_anyway_costs_nothing() -> None:
         return y @ gather(w, 0), lax.ppermute(y, "x", [(0, 1)])
 
     assert bytes_of(sent_too, X, W) == [0]
+
+
+def test_a_slice_of_what_a_scan_runs_over_is_read_and_written() -> None:
+    """Compilers take it from where it is within a dot; of a ring it is told by the time of its dots."""
+
+    def layers(x: Any, w: Any) -> Any:
+        return lax.scan(lambda x, w: (alone(x, w), None), x, w)[0]
+
+    def alone(x: Any, w: Any) -> Any:
+        return (gather(x, 0) @ w)[: x.shape[0]]
+
+    hardware = by_name("tpu_v5p")
+
+    def partials_s(body: Callable[..., Any], *shapes: tuple[int, ...]) -> list[float]:
+        arguments = [jax.ShapeDtypeStruct((DEVICES, *shape), jnp.bfloat16) for shape in shapes]
+        function = overlap_collectives(
+            jitted(body, len(arguments), DEVICES), hardware=hardware, policy="always", strict=True
+        )
+        sites = function.explain(*arguments).sites
+        return [site.estimate.overlapped_s for site in sites if site.estimate]
+
+    width = 4096
+    given = ((1024, width), (width, width))
+    (once,) = set(partials_s(alone, *given))
+    (sliced,) = set(partials_s(layers, given[0], (3, *given[1])))
+    assert sliced - once == pytest.approx(2 * width * width * 2 / hardware.hbm_bytes_per_s, rel=1e-6)
 
 
 def test_a_norm_is_read_and_written_once() -> None:
