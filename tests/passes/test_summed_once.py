@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,27 @@ def three(a: Any, b: Any, c: Any) -> Any:
 def three_from_the_end(a: Any, b: Any, c: Any) -> Any:
     first, last = lax.psum(a, "x"), lax.psum(b, "x") + lax.psum(c, "x")
     return first + last
+
+
+def beside_something(a: Any, b: Any, c: Any) -> Any:
+    return a * 2 + lax.psum(a, "x") + lax.psum(b, "x")
+
+
+def beside_a_number(a: Any, b: Any, c: Any) -> Any:
+    return (1 + lax.psum(a, "x")) + (2 + lax.psum(b, "x"))
+
+
+def after_something(a: Any, b: Any, c: Any) -> Any:
+    return (a + b) + (lax.psum(a, "x") + (lax.psum(b, "x") + c)) + lax.psum(c, "x")
+
+
+def of_two_kinds(a: Any, b: Any, c: Any) -> Any:
+    one, other = lax.psum(a, "x"), scatter(jnp.tile(c, (DEVICES, 1)))
+    return one + other + lax.psum(b, "x") + scatter(jnp.tile(a, (DEVICES, 1)))
+
+
+def a_product_of_sums(a: Any, b: Any, c: Any) -> Any:
+    return (lax.psum(a, "x") + 1) * (lax.psum(b, "x") + 1)
 
 
 def scattered(a: Any, b: Any, c: Any) -> Any:
@@ -96,24 +117,30 @@ def body_of(function: Callable[..., Any], *shapes: tuple[int, ...]) -> Any:
     return bodies.mapped_body(jax.make_jaxpr(mapped)(*whole))
 
 
-@pytest.mark.parametrize(
-    ("body", "count"),
-    [
-        (two, 1),
-        (three, 2),
-        (three_from_the_end, 2),
-        (scattered, 1),
-        (read_elsewhere, 0),
-        (a_result, 0),
-        (twice_the_same, 0),
-        (multiplied, 0),
-        (not_summed, 0),
-        (two_kinds, 0),
-        (along_other_dims, 0),
-        (broadcast, 0),
-        (in_groups, 0),
-    ],
-)
+BODIES: Final = [
+    (two, 1),
+    (three, 2),
+    (three_from_the_end, 2),
+    (beside_something, 1),
+    (beside_a_number, 1),
+    (after_something, 2),
+    (of_two_kinds, 2),
+    (a_product_of_sums, 0),
+    (scattered, 1),
+    (read_elsewhere, 0),
+    (a_result, 0),
+    (twice_the_same, 0),
+    (multiplied, 0),
+    (not_summed, 0),
+    (two_kinds, 0),
+    (along_other_dims, 0),
+    (broadcast, 0),
+    (in_groups, 0),
+]
+"""Each with how many of its sums become part of another."""
+
+
+@pytest.mark.parametrize(("body", "count"), BODIES)
 def test_which_are_summed_as_one(body: Callable[..., Any], count: int) -> None:
     flow = dataflow(body_of(body, *[(16, 8)] * 3))
     found = summed_once(flow)
@@ -124,6 +151,22 @@ def test_which_are_summed_as_one(body: Callable[..., Any], count: int) -> None:
     assert alive[0] - alive[1] == count
     results = {found.ops[found.producer[total]].name for total in found.summed.values()}
     assert results <= {*of}, "each is told that sum which is left"
+
+
+@pytest.mark.parametrize(("body", "count"), BODIES)
+def test_integers_are_the_same_beside_a_ring(body: Callable[..., Any], count: int) -> None:
+    def both(a: Any, b: Any, c: Any, x: Any, w: Any) -> Any:
+        return body(a, b, c), lax.psum(x @ w, "x")
+
+    mapped = jax.shard_map(both, mesh=mesh(), in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    written = jax.jit(mapped)
+    ours = overlap_collectives(written, policy="always", strict=True)
+    shapes = (*[(16 * DEVICES, 8)] * 3, (8 * DEVICES, 5), (5 * DEVICES, 8))
+    given = [RNG.integers(-9, 9, shape).astype(np.int32) for shape in shapes]
+    for got, wanted in zip(jax.tree.leaves(ours(*given)), jax.tree.leaves(written(*given)), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    reasons = [site.reason for site in ours.explain(*given).sites]
+    assert (reasons.count("summed_once"), reasons.count("policy_always")) == (count, 1)
 
 
 def projected(x: Any, q: Any, k: Any, v: Any) -> Any:
