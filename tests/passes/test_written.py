@@ -85,6 +85,33 @@ def test_a_slice_of_what_a_scan_runs_over_is_read_and_written() -> None:
     assert sliced - once == pytest.approx(2 * width * width * 2 / hardware.hbm_bytes_per_s, rel=1e-6)
 
 
+def test_a_reduction_behind_a_gather_s_dot_takes_longer_than_as_part_of_it() -> None:
+    size = 64 * 32 * 2
+
+    def logits(x: Any, w: Any) -> Any:
+        return gather(x, 0) @ w
+
+    def largest(x: Any, w: Any) -> Any:
+        y = logits(x, w)
+        return y, (y.astype(jnp.float32) * 2).max(-1)
+
+    def by_rows(x: Any, w: Any) -> Any:
+        y = logits(x, w)
+        return y, y.sum(0)
+
+    def after_a_dot(x: Any, w: Any) -> Any:
+        y = logits(x, w)
+        return y, (y @ y.T).max(-1)
+
+    def of_sums(x: Any, w: Any) -> Any:
+        return scatter(x @ w, 0).max(-1)
+
+    given = (X, (8, 32))
+    assert bytes_of(logits, *given) == [0]
+    assert bytes_of(largest, *given) == [8 * size]
+    assert bytes_of(by_rows, *given) == bytes_of(after_a_dot, *given) == bytes_of(of_sums, *given) == [0]
+
+
 def test_a_norm_is_read_and_written_once() -> None:
     size = 16 * 8 * 2
     (found,) = bytes_of(lambda x, w: norm(x) @ gather(w, 0), X, W)
