@@ -109,7 +109,7 @@ def _is_made_with_a_dot(flow: Dataflow, value: int) -> bool:
 
 
 def _is_reduced(flow: Dataflow, value: int) -> bool:
-    """Whether what is made of an array, element by element, is reduced along its last dim."""
+    """Whether what is made of an array, element by element, is reduced along its last dim alone."""
     waiting, seen = [value], set[int]()
     while waiting and len(seen) < MOST:
         for user in flow.users[waiting.pop()]:
@@ -118,7 +118,7 @@ def _is_reduced(flow: Dataflow, value: int) -> bool:
             seen.add(user)
             op = flow.ops[user]
             if op.name in _REDUCTIONS:
-                if len(flow.aval(op.inputs[0]).shape) - 1 in op.params["axes"]:
+                if tuple(op.params["axes"]) == (len(flow.aval(op.inputs[0]).shape) - 1,):
                     return True
             elif is_elementwise(op.name):
                 waiting += op.outputs
