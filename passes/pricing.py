@@ -62,6 +62,8 @@ def pricer(
     in_turn = "all_reduce" not in axis.hardware.offloaded
     added_s = _reduced_s(flow, chain, axis) if isinstance(chain, AllGatherDot) else 0.0
     added_s += written / axis.hardware.hbm_bytes_per_s
+    after = chain.after if isinstance(chain, AllGatherDot) else ()
+    passes = _passes(flow, after) if axis.hardware.network == "torus" else 0
     # A TPU's compiler scatters first what is scattered next, and adds up a part (v4, v5e, v5p, v6e).
     scattered = chain.scattered if isinstance(chain, DotPsum) and axis.hardware.network == "torus" else 1
 
@@ -72,9 +74,20 @@ def pricer(
             found = priced(schedule)
         if scattered > 1:
             found = dataclasses.replace(found, collective_s=found.collective_s / scattered)
-        return dataclasses.replace(found, overlapped_s=found.overlapped_s + added_s) if added_s else found
+        more_s = added_s + passes * (axis.size * schedule.pieces - 1) * axis.hardware.copy_overhead_s
+        return dataclasses.replace(found, overlapped_s=found.overlapped_s + more_s) if more_s else found
 
     return price
+
+
+def _passes(flow: Dataflow, blocks: Iterable[BlockOp]) -> int:
+    """Into how many passes compilers cut what is done to every piece and holds reductions, such as a norm.
+
+    Each reduction is one, what is made of its numbers per row another, and one ends it.
+    """
+    names = [flow.ops[block.op].name for block in blocks]
+    reductions = sum(name.startswith("reduce_") and name != "reduce_precision" for name in names)
+    return 2 * reductions + 1 if reductions else 0
 
 
 def _exchange(flow: Dataflow, chain: Chain, axis: Axis) -> Pricer:

@@ -59,7 +59,9 @@ def summary() -> dict[str, tuple[str, str]]:
         )
     )
     judged = decisions["all"]
-    compiled = json.loads((RESULTS / "tpu_programs.json").read_text())["summary"]
+    compiled, drawn = (
+        json.loads((RESULTS / f"{name}.json").read_text())["summary"] for name in ("tpu_programs", "layers")
+    )
     off = {
         version: statistics.median(
             abs(row["versions"][version]["modelled_s"] / row["versions"][version]["measured_s"] - 1)
@@ -138,6 +140,11 @@ def summary() -> dict[str, tuple[str, str]]:
         "tpu_programs": (
             f"×{compiled['time']:.2f} (slowest ×{compiled['slowest']:.2f}), "
             f"memory ×{compiled['memory']:.2f} (most ×{compiled['most_memory']:.2f})",
+            "modelled",
+        ),
+        "layers": (
+            f"×{drawn['time']:.2f} (slowest ×{drawn['slowest']:.2f}, {len(drawn['slower'])} of "
+            f"{drawn['rewritten']} slower), memory ×{drawn['memory']:.2f} (most ×{drawn['most_memory']:.2f})",
             "modelled",
         ),
         "decisions": (
