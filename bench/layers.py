@@ -31,7 +31,7 @@ from bench.steps import Step
 from cost_model import Topology, by_name
 
 SEED: Final = 20261129
-COUNT: Final = 30
+COUNT: Final = 10
 
 WIDTHS: Final = (2048, 4096, 8192)
 LENGTHS: Final = (1024, 2048, 4096)
