@@ -13,7 +13,6 @@ libtpu, and no TPU. All times are modelled.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,11 +23,9 @@ from bench import steps
 from bench.programs import layers
 from bench.programs.layers import Choices
 from bench.programs.program import Program
-from bench.schedules import measure
 from bench.schedules.case import SLICES, Slice
 from bench.step_runs import Benchmark
 from bench.steps import Step
-from cost_model import Topology, by_name
 
 SEED: Final = 20261129
 COUNT: Final = 10
@@ -110,25 +107,9 @@ def _batch(choices: Choices, devices: int, tokens: int, length: int) -> int:
     return max(sharded, tokens // length)
 
 
-def row(of: Drawn) -> Step:
-    """Decides and compiles a step."""
-    program = of.program
-    mesh = measure.mesh_of(of.slice.topology, program.mesh_shape, program.axis_names)
-    topology = Topology.from_devices(mesh.devices, by_name(of.slice.hardware))
-    shapes = program.shapes(mesh, "real")
-    return dataclasses.replace(empty(of), **steps.figures(program.make(mesh), shapes, topology))
-
-
-def empty(of: Drawn, error: str = "") -> Step:
-    """A row without figures."""
-    return Step(name=of.name, chip=of.slice.chip, error=error)
-
-
 def document(rows: Sequence[Step], made_with: Mapping[str, str], seed: int) -> str:
     """The page."""
     groups = {
-        "all": rows,
-        **steps.grouped(rows, lambda each: each.chip),
         **steps.grouped(rows, lambda each: f"`{each.name.split()[2]}`"),
         "in a scan": [each for each in rows if "scanned" in each.name.split()],
     }
@@ -136,8 +117,8 @@ def document(rows: Sequence[Step], made_with: Mapping[str, str], seed: int) -> s
         f"{len(rows)} training steps of a transformer of 1 to 3 layers, whose parts, sharding and "
         f"differentiation are drawn (`bench/programs/layers.py`; seed {seed})"
     )
-    listed = sorted(rows, key=lambda each: each.name)
-    return steps.page("Training steps as people write them", about, groups, listed, made_with, "steps")
+    title = "Training steps as people write them"
+    return steps.page(title, about, rows, groups, made_with, "steps", alphabetical=True)
 
 
 BENCHMARK: Final = Benchmark(
@@ -145,10 +126,10 @@ BENCHMARK: Final = Benchmark(
     about=__doc__,
     what="steps",
     kind=Step,
-    programs=lambda options: {each.name: each for each in drawn(options.count, options.seed)},
-    row=row,
-    empty=empty,
-    document=lambda rows, made_with, options: document(rows, made_with, options.seed),
+    programs=drawn,
+    row=steps.row,
+    empty=steps.empty,
+    document=document,
     draws=(COUNT, SEED),
 )
 

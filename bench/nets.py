@@ -135,14 +135,11 @@ def empty(net: Net, error: str = "") -> Row:
 def document(rows: Sequence[Row], made_with: Mapping[str, str], seed: int) -> str:
     """The page."""
     groups = {
-        "all": rows,
-        **steps.grouped(rows, lambda each: each.chip),
         "forward": [each for each in rows if not each.gradient],
         "with gradient": [each for each in rows if each.gradient],
     }
     about = f"{len(rows)} random MLPs of 1 to 3 layers (seed {seed}), half of them with gradients"
-    listed = sorted(rows, key=lambda each: each.name)
-    return steps.page("Programs of several chains", about, groups, listed, made_with, "nets")
+    return steps.page("Programs of several chains", about, rows, groups, made_with, "nets", alphabetical=True)
 
 
 BENCHMARK: Final = Benchmark(
@@ -150,10 +147,10 @@ BENCHMARK: Final = Benchmark(
     about=__doc__,
     what="nets",
     kind=Row,
-    programs=lambda options: {net.name: net for net in drawn(options.count, options.seed)},
+    programs=drawn,
     row=row,
     empty=empty,
-    document=lambda rows, made_with, options: document(rows, made_with, options.seed),
+    document=document,
     draws=(COUNT, SEED),
 )
 

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
@@ -32,10 +32,10 @@ class Benchmark(Generic[SomeProgram, SomeStep]):
       about: its module's docstring.
       what: its programs are, in the plural.
       kind: the class of its rows.
-      programs: all of them by name, from the command line.
+      programs: all of them; given how many are drawn, and the seed, if they are.
       row: decides and compiles one.
       empty: a row without figures, from why there are none.
-      document: the page, from the rows, the versions and the command line.
+      document: the page, from the rows and the versions, and the seed, if they are drawn.
       draws: how many programs are drawn, and with which seed, unless told otherwise; None: none are.
     """
 
@@ -43,10 +43,10 @@ class Benchmark(Generic[SomeProgram, SomeStep]):
     about: str | None
     what: str
     kind: type[SomeStep]
-    programs: Callable[[argparse.Namespace], Mapping[str, SomeProgram]]
+    programs: Callable[..., Iterable[SomeProgram]]
     row: Callable[[SomeProgram], SomeStep]
     empty: Callable[[SomeProgram, str], SomeStep]
-    document: Callable[[Sequence[SomeStep], Mapping[str, str], argparse.Namespace], str]
+    document: Callable[..., str]
     draws: tuple[int, int] | None = None
 
     def main(self, argv: Sequence[str] | None = None) -> int:
@@ -59,7 +59,8 @@ class Benchmark(Generic[SomeProgram, SomeStep]):
             )
             parser.add_argument("--seed", type=int, default=seed, help=f"of the draw ({seed})")
         options = parser.parse_args(argv)
-        programs = self.programs(options)
+        draw = () if self.draws is None else (options.count, options.seed)
+        programs = {each.name: each for each in self.programs(*draw)}
         if options.worker:
             workers.serve(lambda name: dataclasses.asdict(self.row(programs[name])), sys.stdin, sys.stdout)
             return 0
@@ -81,7 +82,7 @@ class Benchmark(Generic[SomeProgram, SomeStep]):
                 "summary": summary(rows),
                 "rows": [dataclasses.asdict(each) for each in rows],
             }
-            run.write(folder, self.name, self.document(rows, made_with, options), content)
+            run.write(folder, self.name, self.document(rows, made_with, *draw[1:]), content)
             print(f"\nWritten: {folder / self.name}.md and .json")
         return 0
 

@@ -4,16 +4,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
+from bench.programs.program import Program
 from bench.quantile import quantile
 from bench.schedules import measure
+from bench.schedules.case import Slice
 from bench.schedules.tables import table
 from bench.versions import spelled
-from cost_model import Topology
+from cost_model import Topology, by_name
 from overlap import overlap_collectives
 
 SLOWER: Final = 0.01
@@ -93,6 +96,36 @@ def figures(
     }
 
 
+class OnSlice(Protocol):
+    """A program for the devices of a slice."""
+
+    @property
+    def name(self) -> str:
+        """Of the row."""
+
+    @property
+    def slice(self) -> Slice:
+        """The devices."""
+
+    @property
+    def program(self) -> Program:
+        """The program, in its real sizes."""
+
+
+def row(of: OnSlice) -> Step:
+    """Decides and compiles a program."""
+    program = of.program
+    mesh = measure.mesh_of(of.slice.topology, program.mesh_shape, program.axis_names)
+    topology = Topology.from_devices(mesh.devices, by_name(of.slice.hardware))
+    found = figures(program.make(mesh), program.shapes(mesh, "real"), topology)
+    return dataclasses.replace(empty(of), **found)
+
+
+def empty(of: OnSlice, error: str = "") -> Step:
+    """A row without figures."""
+    return Step(name=of.name, chip=of.slice.chip, error=error)
+
+
 def line(each: Step) -> str:
     """A program's figures as they are printed when they come."""
     if each.error:
@@ -169,21 +202,26 @@ def grouped(rows: Sequence[SomeStep], by: Callable[[SomeStep], str]) -> dict[str
 def page(
     title: str,
     about: str,
-    groups: Mapping[str, Sequence[Step]],
-    listed: Sequence[Step],
+    rows: Sequence[SomeStep],
+    groups: Mapping[str, Sequence[SomeStep]],
     made_with: Mapping[str, str],
     what: str,
+    *,
+    alphabetical: bool,
 ) -> str:
     """The Markdown page of a benchmark.
 
     Args:
       title: its heading.
       about: what was compiled: the beginning of a sentence.
-      groups: name → programs that are summed up.
-      listed: programs of which each has its line.
+      rows: all programs, which are summed up together, by chip, and listed.
+      groups: name → programs that are summed up too.
       made_with: versions.
       what: the programs are, in the plural.
+      alphabetical: whether they are listed by name, or in their order.
     """
+    groups = {"all": rows, **grouped(rows, lambda each: each.chip), **groups}
+    listed = sorted(rows, key=lambda each: each.name) if alphabetical else rows
     parts = [
         f"# {title}",
         f'{about}, compiled by the TPU compiler as written and under `policy="auto"`. Times are modelled: '

@@ -13,7 +13,6 @@ times are modelled.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +21,9 @@ from typing import Final
 from bench import steps
 from bench.programs import PROGRAMS
 from bench.programs.program import Program
-from bench.schedules import measure
 from bench.schedules.case import SLICES, Slice
 from bench.step_runs import Benchmark
 from bench.steps import Step
-from cost_model import Topology, by_name
 
 DEVICES: Final = 8
 
@@ -56,28 +53,13 @@ def everything() -> dict[str, Compiled]:
     return {each.name: each for each in found}
 
 
-def row(of: Compiled) -> Step:
-    """Decides and compiles a program."""
-    mesh = measure.mesh_of(of.slice.topology, of.program.mesh_shape, of.program.axis_names)
-    topology = Topology.from_devices(mesh.devices, by_name(of.slice.hardware))
-    shapes = of.program.shapes(mesh, "real")
-    return dataclasses.replace(empty(of), **steps.figures(of.program.make(mesh), shapes, topology))
-
-
-def empty(of: Compiled, error: str = "") -> Step:
-    """A row without figures."""
-    return Step(name=of.name, chip=of.slice.chip, error=error)
-
-
 def document(rows: Sequence[Step], made_with: Mapping[str, str]) -> str:
     """The page."""
-    groups = {
-        "all": rows,
-        **steps.grouped(rows, lambda each: each.chip),
-        **steps.grouped(rows, lambda each: f"`{each.name.split()[1]}`"),
-    }
+    groups = steps.grouped(rows, lambda each: f"`{each.name.split()[1]}`")
     about = f"The programs of `bench/programs` in real widths on {DEVICES} devices of a slice"
-    return steps.page("Training steps of a layer", about, groups, rows, made_with, "programs")
+    return steps.page(
+        "Training steps of a layer", about, rows, groups, made_with, "programs", alphabetical=False
+    )
 
 
 BENCHMARK: Final = Benchmark(
@@ -85,10 +67,10 @@ BENCHMARK: Final = Benchmark(
     about=__doc__,
     what="programs",
     kind=Step,
-    programs=lambda options: everything(),
-    row=row,
-    empty=empty,
-    document=lambda rows, made_with, options: document(rows, made_with),
+    programs=lambda: everything().values(),
+    row=steps.row,
+    empty=steps.empty,
+    document=document,
 )
 
 if __name__ == "__main__":

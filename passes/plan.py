@@ -368,6 +368,8 @@ class _Stacks:
 
     def of(self, flow: Dataflow) -> Dataflow:
         """The jaxpr's graph, which knows them."""
+        if self == _NO_STACKS:
+            return flow
         results = {o for i, o in enumerate(flow.outputs) if i in self.stacked and isinstance(o, int)}
         stacked = (value for value in results if set(flow.users[value]) == {-1})
         sliced = frozenset(flow.inputs[i] for i in self.sliced)
@@ -401,7 +403,7 @@ class _Planner:
         self.differentiable = differentiable
         self.policy = policy
         self.hardware_of = hardware_of
-        self.plans: dict[tuple[Any, ...], Plan] = {}
+        self.plans: dict[tuple[int, frozenset[int] | None, bool, _Mapped | None, _Alike, _Stacks], Plan] = {}
         self.networks: dict[tuple[str | None, _Mapped | None], Network] = {}
         self.concerned: dict[int, bool] = {}
 

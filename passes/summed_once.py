@@ -9,6 +9,7 @@ something else stands between, as in ``x + psum(a) + psum(b)``, a layer whose bl
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, Final
 
@@ -125,7 +126,7 @@ class _Written:
 
 def _sums(flow: Dataflow) -> Iterator[tuple[int, Any]]:
     """The results of sums over devices, each with what tells which of them can be one."""
-    for op in flow.live.values():
+    for op in itertools.chain.from_iterable(flow.collectives.values()):
         if op.name in REDUCTIONS | SCATTERS and len(op.outputs) == len(_values(op)) == 1:
             (result,) = op.outputs
             yield result, (op.name, repr(sorted(op.params.items())), flow.avals[result])
