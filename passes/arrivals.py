@@ -121,7 +121,7 @@ def _place(
     apart: bool = False,
 ) -> None:
     whole = results[value] if value in results else blank(flow, value)
-    results[value] = in_rows(flow, piece.place(whole, part, dim, apart=apart))
+    results[value] = in_rows(flow, piece.place(whole, part, dim, apart=apart), dim=dim)
 
 
 class Late:

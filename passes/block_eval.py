@@ -13,8 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from cost_model.tile import LANES, TILE_ROWS
-from passes import shims
+from passes import rows, shims
 from passes.blocks import LONE, Blockwise, block_params
 from passes.chains import BlockOp, Chain
 from passes.gather_match import call_of
@@ -243,17 +242,33 @@ def write(whole: Any, part: Any, starts: Mapping[int, Any], places: Places) -> A
     return lax.dynamic_update_slice(whole, part, indices, allow_negative_indices=False)
 
 
-def in_rows(flow: Dataflow, whole: Any, *, dims: int = 3) -> Any:
+def in_rows(flow: Dataflow, whole: Any, *, dims: int = 3, dim: int | None = None) -> Any:
     """An array that parts are written to, or cut out of, laid out by rows on a TPU.
 
     Its compiler may else lay one of three dims out by columns, and turns every part to write it, and what is
     read with it: a Megatron MLP's step took 6 % longer (v5p). Arrays of fewer dims than `dims` are left to
     it, those whose rows are no whole tiles, and what jax is to differentiate.
+
+    Args:
+      flow: the dataflow graph.
+      whole: the array.
+      dims: how many it has to have.
+      dim: along which it is put together. Where the rows before its last dim are too few to fill a tile, such
+        as some heads of a device, those of this dim are its rows.
     """
-    shape = whole.shape
-    if len(shape) < dims or shape[-1] % LANES or shape[-2] % TILE_ROWS or flow.differentiable:
+    order = _order(flow, whole.shape, dims, dim)
+    if order is None or not shims.on_tpu(jax.typeof(whole)):
         return whole
-    return shims.row_major(whole) if shims.on_tpu(jax.typeof(whole)) else whole
+    return shims.laid_out(whole, order)
+
+
+def is_in_rows(flow: Dataflow, value: int, dim: int) -> bool:
+    """Whether an array that is put together along a dim is laid out so."""
+    return _order(flow, flow.avals[value].shape, 3, dim) is not None
+
+
+def _order(flow: Dataflow, shape: Sequence[int], dims: int, dim: int | None) -> rows.Order | None:
+    return None if len(shape) < dims or flow.differentiable else rows.put_together(shape, dim)
 
 
 def transposed(flow: Dataflow, value: int) -> bool:

@@ -28,6 +28,8 @@ from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
+from passes import rows
+
 OLDEST_JAX: Final = (0, 10, 2)
 """Older ones name the parameters of equations otherwise."""
 
@@ -428,14 +430,27 @@ def start_ppermute(value: Any, names: tuple[str, ...], pairs: Sequence[tuple[int
     """
     assert _START is not None
     with _named_by_loop():
-        return _START(row_major(value), names, pairs)
+        return _START(_as_sent(value), names, pairs)
 
 
 def finish_ppermute(future: Any) -> Any:
     """What has arrived."""
     with _named_by_loop():
         value = future.done()
-    return row_major(value)
+    return _as_sent(value)
+
+
+def _as_sent(value: Any) -> Any:
+    """The value of a hop that is started, laid out alike before and after.
+
+    The TPU compiler lays the operand and the result of a started hop out apart, and then refuses where they
+    differ.
+    """
+    return laid_out(value, _sent_order(jax.typeof(value), value.shape))
+
+
+def _sent_order(aval: Any, shape: tuple[int, ...]) -> rows.Order:
+    return rows.sent(shape) if on_tpu(aval) else tuple(range(len(shape)))
 
 
 _VARIES: contextvars.ContextVar[bool] = contextvars.ContextVar("varies", default=False)
@@ -490,16 +505,20 @@ def nothing_is_traced() -> bool:
 
 
 def row_major(value: Any) -> Any:
-    """The value, laid out by rows; complex numbers are left to the compiler.
+    """The value, laid out by rows; complex numbers are left to the compiler."""
+    return laid_out(value, tuple(range(value.ndim)))
 
-    The TPU compiler lays the operand and the result of a started hop out apart, and then refuses where they
-    differ. Complex numbers it first takes apart, and refuses a layout for them.
+
+def laid_out(value: Any, dims: tuple[int, ...]) -> Any:
+    """The value with its dims in this order in memory, the major ones first.
+
+    Complex numbers are left to the compiler, which first takes them apart, and refuses a layout for them.
     """
     from jax.experimental.layout import Layout, with_layout_constraint
 
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
         return value
-    return with_layout_constraint(value, Layout(major_to_minor=tuple(range(value.ndim))))
+    return with_layout_constraint(value, Layout(major_to_minor=dims))
 
 
 def on_tpu(aval: Any) -> bool:
@@ -558,7 +577,11 @@ def _start_batched(primitive: Any, values: Any, dims: Any, **params: Any) -> tup
     by rows.
     """
     (value,), (dim,) = values, dims
-    return primitive.bind(row_major(jnp.moveaxis(value, dim, 0)), **params), 0
+    if dim:
+        value = jnp.moveaxis(value, dim, 0)
+        order = _sent_order(jax.typeof(value), value.shape[1:])
+        value = laid_out(value, (0, *(1 + each for each in order)))
+    return primitive.bind(value, **params), 0
 
 
 def _done_batched(primitive: Any, values: Any, dims: Any, **params: Any) -> tuple[Any, int]:

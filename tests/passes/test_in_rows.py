@@ -61,6 +61,38 @@ def test_results_whose_rows_are_no_whole_tiles_are_left_to_the_compiler(
     assert not pinned(traced("psum", 8)[0])
 
 
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        pytest.param((8, 16, 128), (0, 1, 2, 3), id="heads that fill tiles"),
+        pytest.param((8, 2, 128), (0, 2, 1, 3), id="few heads"),
+        pytest.param((8, 1, 448), (0, 2, 1, 3), id="rows that nearly fill tiles"),
+        pytest.param((8, 16, 64), None, id="rows of half a tile"),
+        pytest.param((3, 2, 128), None, id="nothing fills a tile"),
+    ],
+)
+def test_the_dim_that_is_put_together_is_the_rows_where_heads_are_too_few(
+    shape: tuple[int, int, int], order: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else pieces of a few tokens may be laid out by tokens, 128 of which fill a tile (v4)."""
+    tokens, heads, width = shape
+    monkeypatch.setattr(shims, "on_tpu", lambda aval: True)
+
+    def body(x: Any, w: Any) -> Any:
+        return jnp.einsum("bsd,dhk->bshk", gather(x, 1), w)
+
+    x = np.zeros((AXIS_SIZE, 2, tokens, 8), np.float32)
+    w = np.zeros((AXIS_SIZE, 8, heads, width), np.float32)
+    with spmd.only_schedule(RingSchedule(directions=1)):
+        jaxpr = rewritten_jaxpr(body, (x, w), "tpu_v5p")
+    found = {
+        eqn.params["layout"].major_to_minor
+        for eqn in bodies.equations(jaxpr)
+        if eqn.primitive.name == "layout_constraint" and eqn.outvars[0].aval.ndim == 4
+    }
+    assert found == ({order} if order else set())
+
+
 def transposed(x: Any, w: Any) -> Any:
     """As an attention's heads are moved behind its tokens before the last dot."""
     heads = jnp.transpose(x.reshape(2, 2, -1, 128), (0, 2, 1, 3)).reshape(2, -1, 256)
