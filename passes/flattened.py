@@ -4,7 +4,8 @@ A projection's weight is often [D, heads, width], and D is gathered, or its grad
 compilers make a convolution over the heads of such a dot, and lay its result out with the heads outermost;
 what a ring adds up is turned round for every piece then (v5e: 3337 us for a gather that takes 784 as
 written, and 506 as a ring of [D, heads · width]). So the graph is written with such dims as one, from the
-collective to its dots; reshapes stand where anything else reads or makes them.
+collective to its dots; reshapes stand where anything else reads or makes them. A few wide arrays, such as a
+gate and what it gates in one, stay apart.
 """
 
 from __future__ import annotations
@@ -16,9 +17,14 @@ from typing import Any, Final
 
 from jax import lax
 
+from cost_model.tile import SUBLANES
 from passes.blocks import is_elementwise, shards
 from passes.collective import Collective, explicitly_sharded, read_collective, unsupported
 from passes.graph import Dataflow, Op, Operand
+
+WIDE: Final = 1024
+"""Of a few arrays in one, a gate and what it gates, of rows this wide each is better sent as it is: to make
+their rows one turns round all of what is kept of them (v6e: a step of three layers took 9 % longer)."""
 
 _DIMENSION: Final = {"all_gather": "all_gather_dimension", "reduce_scatter": "scatter_dimension"}
 
@@ -108,7 +114,8 @@ def _runs(flow: Dataflow, collective: Collective) -> Iterator[Run]:
     if any(map(explicitly_sharded, avals)):
         return
     for first, last in ((collective.dim + 1, len(avals[0].shape) - 1), (0, collective.dim - 1)):
-        if last > first:
+        outer, inner = math.prod(avals[0].shape[first:last]), avals[0].shape[last]
+        if last > first and (outer >= SUBLANES or inner < WIDE):
             yield Run(first, last)
 
 

@@ -162,6 +162,12 @@ def test_what_can_be_flattened_is_found(name: str) -> None:
     assert len(written.ops) > len(flow.ops) if found else written.ops == flow.ops
 
 
+@pytest.mark.parametrize(("heads", "width", "count"), [(2, 1024, 0), (8, 1024, 1), (2, 1023, 1)])
+def test_a_few_wide_arrays_in_one_stay_apart(heads: int, width: int, count: int) -> None:
+    """Such as a gate and what it gates."""
+    assert len(flattenings(flow_of(projection, (X, (2, heads, width))))) == count
+
+
 def test_what_is_no_ring_stays_as_it_was_written() -> None:
     def body(x: Any, w: Any, v: Any) -> Any:
         return projection(x, w).sum() + lax.psum(x @ v, "x")
