@@ -17,7 +17,8 @@ from cost_model.matmul import matmul_s
 from cost_model.offloaded import sums_whole
 from cost_model.on_chip import OTHER, Side
 from cost_model.ring_work import NOTHING_BEFORE, Before
-from passes.block_eval import accumulator_dtype, cut_once
+from cost_model.tile import LANES
+from passes.block_eval import accumulator_dtype, cut_once, is_in_rows
 from passes.blocks import is_fusible
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
 from passes.dots import matmul
@@ -168,10 +169,18 @@ def gather_sizes(
         gathered_bytes //= 2
     sums = [accumulator_dtype(flow.avals[flow.ops[dot.op].outputs[0]].dtype) for dot in chain.summed]
     cut = across(flow, chain)
+    columns = _of_whole_columns(flow, chain) if on_torus else frozenset()
 
     @functools.cache
     def dots(share: Fraction, strip: Fraction) -> tuple[Matmul, ...]:
-        return _matmuls(flow, chain, share, None if cut is None or strip == 1 else (cut, strip), rounded)
+        found = _matmuls(flow, chain, share, None if cut is None or strip == 1 else (cut, strip), rounded)
+        if share == 1 or not columns:
+            return found
+        # A piece of whose columns some are no whole tile takes as long as with them.
+        return tuple(
+            dataclasses.replace(each, n=-(-each.n // LANES) * LANES) if dot.op in columns else each
+            for dot, each in zip(chain.dots, found, strict=True)
+        )
 
     lefts = [flow.ops[dot.op].inputs[0] for dot in chain.dots]
     return GatherSizes(
@@ -184,6 +193,17 @@ def gather_sizes(
         hands_out_gathered=bool(chain.handed_out),
         starts_implied=on_torus and not may_start_explicitly(flow, chain),
         before=before,
+    )
+
+
+def _of_whole_columns(flow: Dataflow, chain: AllGatherDot) -> frozenset[int]:
+    """The dots whose pieces make columns of what is laid out by rows, which TPUs compute by whole tiles."""
+    results = {dot: flow.ops[dot.op].outputs[0] for dot in chain.dots}
+    last = {dot: flow.avals[value].ndim - 1 for dot, value in results.items()}
+    return frozenset(
+        dot.op
+        for dot, value in results.items()
+        if dot.dims.result_dim == last[dot] and is_in_rows(flow, value, last[dot])
     )
 
 

@@ -276,6 +276,23 @@ def test_columns_that_fill_no_tile_take_as_long_as_those_that_do() -> None:
     assert partials_s(256, chains=2, across=True) < 1.3 * partials_s(256)
 
 
+def test_columns_of_a_gather_that_fill_no_tile_take_as_long_where_results_are_in_rows() -> None:
+    """On v4 80 of them took as long as 128; a result of two dims its compiler may lay out by columns."""
+
+    def body(x: Any, w: Any) -> Any:
+        return x @ lax.all_gather(w, "x", axis=1, tiled=True)
+
+    def partials_s(columns: int, *rows: int) -> float:
+        shards = (shard(*rows, 8192, dtype=jnp.bfloat16), shard(8192, columns, dtype=jnp.bfloat16))
+        flow, (chain,) = chains_of(body, *shards)
+        hardware = by_name("tpu_v4").per_core(2)
+        return pricer(flow, chain, Axis(hardware, 4))(RingSchedule(directions=1)).partials_s
+
+    assert partials_s(80, 1, 1024) >= partials_s(128, 1, 1024) == partials_s(128, 1024)
+    for columns in (80, 192):
+        assert partials_s(columns, 1, 1024) > 1.2 * partials_s(columns, 1024)
+
+
 def test_what_dots_would_make_of_their_operands_is_added_to_a_ring_on_tpus() -> None:
     def plain(x: Any, w: Any) -> Any:
         return x @ lax.all_gather(w, "x", tiled=True)
