@@ -12,6 +12,7 @@ from jax import lax
 
 from passes import shims
 from passes.block_eval import Read, tie
+from passes.blocks import MOVING
 from passes.chains import Lone, ShardReduction
 from passes.collective import Collective
 from passes.cpu_queue import behind
@@ -98,6 +99,8 @@ class _Rewriter:
                 values[0] = self._held_back(plan, unit, values[0], places)
             with shims.equation_scope(op.eqn, op.scope):
                 results = self._bind(plan, unit, op, values, alone)
+            if op.name in MOVING and op.inputs[0] in by_rings:
+                by_rings.update(op.outputs)
             env.update(zip(op.outputs, results, strict=True))
         return [again.read(o) if o in twice.results else read(o) for o in flow.outputs]
 

@@ -7,7 +7,7 @@ as a whole: a pass of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from passes import shims
@@ -21,7 +21,13 @@ _NOTHING: Final = MOVING | {"copy", "name", "pvary", "stop_gradient"}
 
 _REDUCTIONS: Final = ("reduce_max", "reduce_min", "reduce_sum", "reduce_prod")
 
-_PUT_TOGETHER: Final = ("concatenate", "pad")
+_PUT_TOGETHER: Final = ("concatenate", "pad", "stack")
+
+_TAKEN_APART: Final = ("slice", "split", "unstack")
+
+GATING: Final = 2.0
+"""How many times longer an activation's pass takes than reading and writing its arrays, whose arithmetic
+bounds it: 2.0 to 2.3 by the compilers' estimates of a gate times what it gates (bfloat16, all chips)."""
 
 REDUCING: Final = 8
 """How many times longer than reading an array its reduction along the last dim takes that is no part of a
@@ -37,6 +43,7 @@ MOST: Final = 64
 def written_bytes(flow: Dataflow, chain: AllGatherDot | DotReduceScatter) -> float:
     """Bytes that are read and written to make what a chain's dots read, and would not be as written.
 
+    So many as take as long as the passes do at the bandwidth of the memory.
     What other dots read as well is written once: each has its share. What is made of a dot's result is no
     pass of its own: it is made with that result. A reduction of the results of a gather's dots along their
     last dim, such as the largest logit, is part of them too; behind a ring it takes as long as reading more.
@@ -92,9 +99,13 @@ def _pass_bytes(flow: Dataflow, value: int) -> float:
     if _before_moves(flow, value) in flow.sliced:
         return 2.0 * flow.bytes_of(value)
     op = _computing(flow, value)
-    if op is None or _is_made_with_a_dot(flow, value):
+    if op is None:
         return 0.0
-    return flow.bytes_of(value) + sum(map(flow.bytes_of, _roots_of(flow, op)))
+    gating = _is_of_parts(flow, value)
+    if not gating and _is_made_with_a_dot(flow, value):
+        return 0.0
+    read_and_written = flow.bytes_of(value) + sum(map(flow.bytes_of, _roots_of(flow, op)))
+    return GATING * read_and_written if gating else read_and_written
 
 
 def _is_made_with_a_dot(flow: Dataflow, value: int) -> bool:
@@ -106,6 +117,27 @@ def _is_made_with_a_dot(flow: Dataflow, value: int) -> bool:
     return "dot_general" in names and not any(
         name.startswith("reduce_") for name in names - {"reduce_precision"}
     )
+
+
+def _is_of_parts(flow: Dataflow, value: int) -> bool:
+    """Whether an array is made of parts of another, or put together of several: no dot makes it so.
+
+    A gate, and what it gates, that come from one dot; or their gradients. Halves of rows, such as those of a
+    rotary embedding, are put together for the program as written as well.
+    """
+    parts: dict[int, set[int]] = {}
+    for op in _fused(flow, value, through=_is_in_place):
+        if op.name in _PUT_TOGETHER and not _makes_rows(flow, op):
+            return True
+        if op.name in _TAKEN_APART and isinstance(of := op.inputs[0], int):
+            parts.setdefault(of, set()).update(op.outputs)
+    return any(len(taken) > 1 for taken in parts.values())
+
+
+def _makes_rows(flow: Dataflow, op: Op) -> bool:
+    """Whether what is put together are parts of rows."""
+    part, whole = (flow.aval(value).shape for value in (op.inputs[0], op.outputs[0]))
+    return part[-1] != whole[-1]
 
 
 def _is_reduced(flow: Dataflow, value: int) -> bool:
@@ -142,7 +174,15 @@ def _before_moves(flow: Dataflow, value: int) -> int:
     return value
 
 
-def _fused(flow: Dataflow, value: Operand) -> Iterator[Op]:
+def _is_fused(op: Op) -> bool:
+    return is_fusible(op.name) or op.name in _PUT_TOGETHER
+
+
+def _is_in_place(op: Op) -> bool:
+    return is_elementwise(op.name) or op.name in _NOTHING - set(_TAKEN_APART)
+
+
+def _fused(flow: Dataflow, value: Operand, through: Callable[[Op], bool] = _is_fused) -> Iterator[Op]:
     """The operations that compilers may fuse into what reads a value, and where they end, back to back."""
     waiting, seen = [value], set[int]()
     while waiting and len(seen) < MOST:
@@ -151,12 +191,8 @@ def _fused(flow: Dataflow, value: Operand) -> Iterator[Op]:
         if maker is not None and maker not in seen:
             seen.add(maker)
             yield flow.ops[maker]
-            if _is_fused(flow.ops[maker]):
+            if through(flow.ops[maker]):
                 waiting += flow.ops[maker].inputs
-
-
-def _is_fused(op: Op) -> bool:
-    return is_fusible(op.name) or op.name in _PUT_TOGETHER
 
 
 def _roots_of(flow: Dataflow, op: Op) -> set[int]:

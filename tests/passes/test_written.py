@@ -20,7 +20,7 @@ from passes import shims
 from passes.chains import DotPsum
 from passes.graph import dataflow
 from passes.match import match_dataflow
-from passes.written import written_bytes
+from passes.written import GATING, written_bytes
 from tests.passes import bodies, spmd
 from tests.passes.ring_patterns import gather, jitted, rewritten_jaxpr, scatter
 
@@ -153,6 +153,35 @@ def test_what_is_made_of_a_dots_result_is_made_with_it() -> None:
     assert found == 2 * 16 * 32 * 2
 
 
+def test_a_gate_that_comes_with_what_it_gates_is_made_when_both_are_there() -> None:
+    hidden = 16 * 32 * 2
+
+    def gated(x: Any, both: Any, down: Any) -> Any:
+        gate, up = jnp.moveaxis(jnp.einsum("bd,dgf->bgf", x, both), 1, 0)
+        return scatter(silu(gate) * up @ down, 0)
+
+    assert bytes_of(gated, X, (8, 2, 32), (32, 8)) == [GATING * 3 * hidden], "read, read and written"
+
+    def of_two_dots(x: Any, gate: Any, up: Any, down: Any) -> Any:
+        return scatter(silu(x @ gate) * (x @ up) @ down, 0)
+
+    assert bytes_of(of_two_dots, X, (8, 32), (8, 32), (32, 8)) == [0]
+
+    def gradient(x: Any, y: Any, up: Any, gate: Any) -> Any:
+        """What comes back through both halves of a weight's product."""
+        halves = jnp.stack([y @ gate, y @ up], 1)
+        return scatter(jnp.einsum("bd,bgf->dgf", x, halves), 0)
+
+    assert bytes_of(gradient, X, X, (8, 32), (8, 32)) == [GATING * 4 * hidden]
+
+    def rotated(x: Any, y: Any, w: Any) -> Any:
+        """Halves of rows are put together for the program as written as well."""
+        first, second = jnp.split(y @ w, 2, -1)
+        return scatter(x.T @ jnp.concatenate([first * 2 - second, second * 2 + first], -1), 0)
+
+    assert bytes_of(rotated, X, X, (8, 32)) == [0]
+
+
 def test_what_each_product_of_a_scatter_reads_whole_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a TPU's compiler makes it again within every piece's product."""
 
@@ -176,7 +205,8 @@ def test_what_each_product_of_a_scatter_reads_whole_is_made_once(monkeypatch: py
 
 def kept(x: Any, w: Any) -> Any:
     y = lax.reduce_precision(x @ gather(w, 0), 8, 23)
-    return lax.reduce_precision(y, 8, 7) + lax.reduce_precision(x[:, :1], 8, 23)
+    y = lax.reduce_precision(jnp.moveaxis(y.reshape(-1, 2, 16), 1, 0), 8, 23).reshape(2, -1)
+    return lax.reduce_precision(y, 8, 7).reshape(-1, 32) + lax.reduce_precision(x[:, :1], 8, 23)
 
 
 def test_rounding_to_its_own_type_is_left_out_of_what_a_ring_made() -> None:
@@ -186,5 +216,5 @@ def test_rounding_to_its_own_type_is_left_out_of_what_a_ring_made() -> None:
     jaxpr = jax.make_jaxpr(outcome.overlapped)(*arguments)
     found = [e for e in bodies.equations(jaxpr) if e.primitive.name == "reduce_precision"]
     left = sorted((e.params["mantissa_bits"], e.invars[0].aval.shape) for e in found)
-    assert left == [(7, (16, 32)), (23, (16, 1))], "what rounds, and what no ring made"
+    assert left == [(7, (2, 256)), (23, (16, 1))], "what rounds, and what no ring made"
     np.testing.assert_allclose(outcome.rewritten, outcome.original, rtol=1e-2)
