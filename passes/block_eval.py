@@ -285,6 +285,21 @@ def transposed(flow: Dataflow, value: int) -> bool:
     return False
 
 
+def laid_out_once(flow: Dataflow, cut: Mapping[int, int], read: Read) -> dict[int, Any]:
+    """The operands, of those that are cut into blocks along these dims, that are laid out before by rows.
+
+    Beside what is `transposed`, arrays of few rows: of weights of four heads the compiler laid out all behind
+    each barrier, to multiply a block of them (v6e: a step of three layers took 13 % longer).
+    """
+    found: dict[int, Any] = {}
+    for operand, dim in cut.items():
+        if transposed(flow, operand):
+            found[operand] = in_rows(flow, read(operand))
+        elif rows.has_few(flow.avals[operand].shape):
+            found[operand] = in_rows(flow, read(operand), dim=dim)
+    return found
+
+
 def write_in_a_row(whole: Any, parts: Iterable[Any], dim: int, start: int, places: Places) -> tuple[Any, int]:
     """The whole array with parts of it written one after the other along a dim, and where they end."""
     for part in parts:

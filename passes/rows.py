@@ -19,6 +19,11 @@ Order = tuple[int, ...]
 """An array's dims, the major ones first."""
 
 
+def has_few(shape: Sequence[int]) -> bool:
+    """Whether the dim before the last is too small to fill tiles with rows."""
+    return len(shape) > 2 and shape[-2] % TILE_ROWS != 0
+
+
 def with_rows(dims: int, rows: int) -> Order:
     """The order in which a dim is the rows, and the others stay in theirs."""
     last = dims - 1

@@ -26,14 +26,13 @@ from passes.block_eval import (
     blocks_of,
     chain_scope,
     cut_once,
-    in_rows,
+    laid_out_once,
     loop,
     read_after,
     reading,
     run_on_piece,
     tie,
     tie_typed,
-    transposed,
     write_in_a_row,
 )
 from passes.chains import DotReduceScatter
@@ -96,8 +95,8 @@ class _Ring:
         # products for other pieces can hide its hop.
         self.sum_first = shims.on_tpu(self.operand_aval) and len(self.divided) > 1
         self.cut = cut_once(flow, chain.body)
-        rows = {operand: in_rows(flow, read(operand)) for operand in self.cut if transposed(flow, operand)}
-        self.read = reading(rows | made_once(flow, chain, read), read)
+        laid_out = laid_out_once(flow, self.cut, read)
+        self.read = reading(laid_out | made_once(flow, chain, read), read)
         self.in_flight: list[int] = []
         self.wholes: dict[int, Any] = {}
         self.read_elsewhere = tuple(o for o in read_elsewhere(flow, chain) if o not in self.cut)

@@ -129,6 +129,20 @@ def test_what_is_transposed_is_laid_out_once_for_all_blocks_of_a_scatter(
     assert not pins_on(monkeypatch, "tpu", as_it_is, given, schedule)
 
 
+@pytest.mark.parametrize(("heads", "pinned"), [(4, [(64, 4, 128)]), (16, [])])
+@pytest.mark.parametrize("unroll", [0, 1])
+def test_weights_of_few_heads_are_laid_out_once_for_all_columns_of_a_sum(
+    heads: int, pinned: list[tuple[int, ...]], unroll: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(y: Any, w: Any) -> Any:
+        product = jnp.einsum("bshk,dhk->bsd", y, w)
+        return lax.psum_scatter(product, "x", scatter_dimension=2, tiled=True)
+
+    given = (np.zeros((AXIS_SIZE, 2, 8, heads, 128), np.float32), np.zeros((AXIS_SIZE, 64, heads, 128)))
+    schedule = RingSchedule(directions=1, unroll=unroll)
+    assert pins_on(monkeypatch, "tpu", body, given, schedule) == pinned
+
+
 def test_on_gpus_each_piece_of_three_dims_is_turned_once_for_all_its_dots(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
