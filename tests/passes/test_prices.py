@@ -293,6 +293,21 @@ def test_columns_of_a_gather_that_fill_no_tile_take_as_long_where_results_are_in
         assert partials_s(columns, 1, 1024) > 1.2 * partials_s(columns, 1024)
 
 
+def test_strips_of_the_rows_of_heads_that_fill_no_tile_take_as_long_as_tiles() -> None:
+    def partials_s(chip: str, *heads: int) -> float:
+        def body(x: Any, y: Any) -> Any:
+            product = lax.dot_general(x, y, (((0,), (0,)), ((), ())))
+            return lax.psum_scatter(product, "x", scatter_dimension=0, tiled=True)
+
+        flow, (chain,) = chains_of(body, shard(4096, 2048), shard(4096, *heads))
+        schedule = RingSchedule(directions=2, chains=2, across=True)
+        return pricer(flow, chain, Axis(by_name(chip), 4))(schedule).partials_s
+
+    assert partials_s("tpu_v6e", 48, 128) > 2 * partials_s("tpu_v6e", 48 * 128)
+    assert partials_s("tpu_v6e", 12, 512) == partials_s("tpu_v6e", 12 * 512)
+    assert partials_s("h100", 48, 128) == partials_s("h100", 48 * 128)
+
+
 def test_what_dots_would_make_of_their_operands_is_added_to_a_ring_on_tpus() -> None:
     def plain(x: Any, w: Any) -> Any:
         return x @ lax.all_gather(w, "x", tiled=True)
