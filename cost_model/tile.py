@@ -16,6 +16,11 @@ def tile_rows(itemsize: float) -> int:
     return TILE_ROWS if itemsize > 1 else 2 * TILE_ROWS
 
 
+def whole_columns(columns: int) -> int:
+    """Columns of the tiles that so many fill, or begin to."""
+    return -(-columns // LANES) * LANES
+
+
 SUBLANES: Final = 8
 """Rows that a TPU's matrix unit is fed at once: its windows have multiples of them."""
 

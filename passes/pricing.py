@@ -17,7 +17,7 @@ from cost_model.matmul import matmul_s
 from cost_model.offloaded import sums_whole
 from cost_model.on_chip import OTHER, Side
 from cost_model.ring_work import NOTHING_BEFORE, Before
-from cost_model.tile import LANES
+from cost_model.tile import whole_columns
 from passes.block_eval import accumulator_dtype, cut_once, is_in_rows
 from passes.blocks import is_fusible
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
@@ -178,7 +178,7 @@ def gather_sizes(
             return found
         # A piece of whose columns some are no whole tile takes as long as with them.
         return tuple(
-            dataclasses.replace(each, n=-(-each.n // LANES) * LANES) if dot.op in columns else each
+            dataclasses.replace(each, n=whole_columns(each.n)) if dot.op in columns else each
             for dot, each in zip(chain.dots, found, strict=True)
         )
 
@@ -198,13 +198,13 @@ def gather_sizes(
 
 def _of_whole_columns(flow: Dataflow, chain: AllGatherDot) -> frozenset[int]:
     """The dots whose pieces make columns of what is laid out by rows, which TPUs compute by whole tiles."""
-    results = {dot: flow.ops[dot.op].outputs[0] for dot in chain.dots}
-    last = {dot: flow.avals[value].ndim - 1 for dot, value in results.items()}
-    return frozenset(
-        dot.op
-        for dot, value in results.items()
-        if dot.dims.result_dim == last[dot] and is_in_rows(flow, value, last[dot])
-    )
+    found: set[int] = set()
+    for dot in chain.dots:
+        (value,) = flow.ops[dot.op].outputs
+        last = flow.avals[value].ndim - 1
+        if dot.dims.result_dim == last and is_in_rows(flow, value, last):
+            found.add(dot.op)
+    return frozenset(found)
 
 
 def scatter_sizes(
@@ -215,7 +215,8 @@ def scatter_sizes(
     cut = across(flow, chain)
     blocked = cut_once(flow, chain.body)
     rows = (flow.avals[value] for value, dim in blocked.items() if dim == 0 and flow.avals[value].ndim > 1)
-    turned = _turned(flow, chain) if axis.hardware.network == "torus" else frozenset()
+    on_torus = axis.hardware.network == "torus"
+    turned = _turned(flow, chain) if on_torus else frozenset()
     right = {flow.ops[dot.op].inputs[dot.op not in turned] for dot in chain.dots}
     of_dots = {operand for dot in chain.dots for operand in flow.ops[dot.op].inputs}
     factors = [
@@ -223,8 +224,6 @@ def scatter_sizes(
     ]
     apart_bytes = {value: flow.bytes_of(value) for value, dim in blocked.items() if dim and value in of_dots}
     scatters = chain.collective.kind == "reduce_scatter"
-
-    on_torus = axis.hardware.network == "torus"
 
     @functools.cache
     def dots(share: Fraction, strip: Fraction) -> tuple[Matmul, ...]:
@@ -268,7 +267,7 @@ def _strip_of_tiles(flow: Dataflow, chain: DotReduceScatter, cut: Across, strip:
     shape = flow.aval(flow.ops[chain.dots[0].op].inputs[cut.operand]).shape
     if len(shape) < 3 or cut.dim != len(shape) - 1:
         return strip
-    return Fraction(-(-math.ceil(shape[-1] * strip) // LANES) * LANES, shape[-1])
+    return Fraction(whole_columns(math.ceil(shape[-1] * strip)), shape[-1])
 
 
 def _is_made_within(flow: Dataflow, value: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from cost_model.tile import LANES, SUBLANES, TILE_ROWS
+from cost_model.tile import SUBLANES, TILE_ROWS, whole_columns
 
 PADDED: Final = 1.2
 """How much of an array's memory rows that are no whole tiles may fill with nothing."""
@@ -46,7 +46,7 @@ def put_together(shape: Sequence[int], dim: int | None) -> Order | None:
       dim: that dim, whose rows fill tiles where those of the dim before the last do not; None: no other does.
     """
     dims = len(shape)
-    if -(-shape[-1] // LANES) * LANES > PADDED * shape[-1]:
+    if whole_columns(shape[-1]) > PADDED * shape[-1]:
         return None
     if shape[-2] % TILE_ROWS == 0:
         return tuple(range(dims))

@@ -17,13 +17,16 @@ from passes.chains import AllGatherDot, DotReduceScatter
 from passes.graph import Dataflow, Op, Operand
 
 _NOTHING: Final = MOVING | {"copy", "name", "pvary", "stop_gradient"}
-"""Operations that change no element."""
+"""Operations that change no element, and at most move or drop some."""
 
 _REDUCTIONS: Final = ("reduce_max", "reduce_min", "reduce_sum", "reduce_prod")
 
 _PUT_TOGETHER: Final = ("concatenate", "pad", "stack")
 
 _TAKEN_APART: Final = ("slice", "split", "unstack")
+
+_WHOLE: Final = _NOTHING.difference(_TAKEN_APART)
+"""Those of them that keep all elements of an array."""
 
 GATING: Final = 2.0
 """How many times longer an activation's pass takes than reading and writing its arrays, whose arithmetic
@@ -43,7 +46,7 @@ MOST: Final = 64
 def written_bytes(flow: Dataflow, chain: AllGatherDot | DotReduceScatter) -> float:
     """Bytes that are read and written to make what a chain's dots read, and would not be as written.
 
-    So many as take as long as the passes do at the bandwidth of the memory.
+    Passes that take longer than that at the memory's bandwidth count for more: see `GATING` and `REDUCING`.
     What other dots read as well is written once: each has its share. What is made of a dot's result is no
     pass of its own: it is made with that result. A reduction of the results of a gather's dots along their
     last dim, such as the largest logit, is part of them too; behind a ring it takes as long as reading more.
@@ -179,7 +182,7 @@ def _is_fused(op: Op) -> bool:
 
 
 def _is_in_place(op: Op) -> bool:
-    return is_elementwise(op.name) or op.name in _NOTHING - set(_TAKEN_APART)
+    return is_elementwise(op.name) or op.name in _WHOLE
 
 
 def _fused(flow: Dataflow, value: Operand, through: Callable[[Op], bool] = _is_fused) -> Iterator[Op]:
