@@ -1,7 +1,7 @@
 """A jaxpr as a dataflow graph: operations, the values between them, and who uses which value.
 
-Inner ``jit`` calls that a chain crosses (an activation between a gather and its dot, say) are inlined
-here, so that the finders see one flat program. The others stay calls.
+Inner ``jit`` calls that a chain crosses, and those that act block by block (an activation), are inlined
+here, so that finders and prices see one flat program. The others stay calls.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class Dataflow:
 
 
 def dataflow(jaxpr: Any, *, differentiable: bool = False) -> Dataflow:
-    """Reads an open or closed jaxpr; calls that a chain may cross are inlined.
+    """Reads an open or closed jaxpr; calls that a chain may cross, and activations, are inlined.
 
     Args:
       jaxpr: the jaxpr.
@@ -277,7 +277,6 @@ class _Reader:
         self.avals: list[Any] = []
         self.constants: dict[int, Any] = {}
         self.gathered: set[int] = set()
-        self.multiplied: set[int] = set()
         self.alike: dict[tuple[Any, ...], list[Op]] = {}
         self.crossings: dict[int, _Crossing] = {}
         self.blockwise: dict[int, bool] = {}
@@ -321,7 +320,6 @@ class _Reader:
         for eqn in body.eqns:
             operands = tuple(map(operand, eqn.invars))
             tainted = any(o in self.gathered for o in operands if isinstance(o, int))
-            follows = any(o in self.multiplied for o in operands if isinstance(o, int))
             called = self._called(eqn)
             if called is not None:
                 crossing = self._crossing(called)
@@ -330,7 +328,7 @@ class _Reader:
                     or crossing.gathered_outputs
                     or crossing.scattered_inputs
                     or any(var in wanted for var in eqn.outvars)
-                    or (follows and self._blockwise_only(called))
+                    or self._blockwise_only(called)
                 ):
                     inner, inner_consts = shims.open_jaxpr(called)
                     leading = frozenset(
@@ -345,10 +343,6 @@ class _Reader:
             outputs = tuple(self._value(var.aval) for var in eqn.outvars)
             if eqn.primitive.name in _SPREADING or (tainted and is_blockwise(eqn.primitive.name)):
                 self.gathered.update(outputs)
-            elif (tainted and eqn.primitive.name == "dot_general") or (
-                follows and is_blockwise(eqn.primitive.name)
-            ):
-                self.multiplied.update(outputs)
             op = Op(eqn, operands, outputs, scope, call)
             self.ops.append(op)
             env.update(zip(eqn.outvars, self._first(op).outputs, strict=True))
