@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Container, Iterator, Mapping, Set
 from functools import cached_property
 from typing import Any
 
@@ -26,6 +26,7 @@ from passes.merged_dims import kept_apart, merges
 from passes.network import Network, several_slices
 from passes.reasons import Code, Reason
 from passes.scattered_first import scattered_first, sums_before_scatters
+from passes.shared_operands import shared_operands
 from passes.site import Site
 from passes.summed_once import summed_once
 from passes.weight_gradients import held_back, run_first, weight_gradients
@@ -118,12 +119,23 @@ class Plan:
         Args:
           later: positions of results that are read only after it, each with whether a ring reads it.
         """
-        if self.network is None or not self.network.leaves_for_last or self.flow.differentiable:
+        if not self._leaves_for_last:
             return MadeAgain()
         results = ((self.flow.outputs[position], ring) for position, ring in later.items())
         kept = [d.ring.chain for d in self.decisions if not d.rewritten and d.ring is not None]
         rings = [ring.chain for ring in self.rings]
         return made_again(self.flow, rings, kept, {v: ring for v, ring in results if isinstance(v, int)})
+
+    def shared_operands(self, apart: Container[int]) -> frozenset[int]:
+        """What rings of sums and other dots read, but for operations that do so `apart` from the rings."""
+        if not self._leaves_for_last:
+            return frozenset()
+        return shared_operands(self.flow, [ring.chain for ring in self.rings], apart)
+
+    @property
+    def _leaves_for_last(self) -> bool:
+        """Whether it is for TPUs, whose compilers decide what is made when, and not differentiated after."""
+        return self.network is not None and self.network.leaves_for_last and not self.flow.differentiable
 
     def read_later(self, index: int) -> Mapping[int, bool]:
         """Positions of an operation's results that only operations read, each with whether a ring does."""

@@ -75,7 +75,7 @@ class _Rewriter:
         def read(operand: Operand) -> Any:
             return operand.val if isinstance(operand, Literal) else env[operand]
 
-        again = _Again(flow, twice, read)
+        again, shared = _Again(flow, twice, read), plan.shared_operands(twice.readers)
         first: dict[int, list[int]] = {}
         by_rings: set[Operand] = set()
         for number, collective in plan.first.items():
@@ -101,6 +101,8 @@ class _Rewriter:
                 results = self._bind(plan, unit, op, values, alone)
             if op.name in MOVING and op.inputs[0] in by_rings:
                 by_rings.update(op.outputs)
+            if not shared.isdisjoint(op.outputs):
+                results = tie(*results)
             env.update(zip(op.outputs, results, strict=True))
         return [again.read(o) if o in twice.results else read(o) for o in flow.outputs]
 

@@ -1,0 +1,117 @@
+"""What a ring of a sum and other dots both read is made once on TPUs, and compilers then make it once."""
+
+# JAX leaves its collectives, and what jit and shard_map return, untyped.
+# mypy: allow-untyped-calls, no-warn-return-any
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from passes.chains import Chain
+from passes.graph import Dataflow
+from passes.shared_operands import shared_operands
+from tests.libtpu import needs_libtpu
+from tests.passes import bodies
+from tests.passes.tpu_process import told_by
+
+TOKENS, WIDTH, HIDDEN = 8, 6, 4
+
+
+def read(body: Callable[..., Any]) -> tuple[Dataflow, list[Chain]]:
+    """A body given the gradient that comes back [8, 4], the input [8, 6] and the weight [6, 4]."""
+    shards = [
+        jax.ShapeDtypeStruct(shape, "float32")
+        for shape in ((TOKENS, HIDDEN), (TOKENS, WIDTH), (WIDTH, HIDDEN))
+    ]
+    flow, matches = bodies.matched(body, *shards, axis_size=2, check_vma=False)
+    return flow, [match.found[0] for match in matches if isinstance(match.found, tuple)]
+
+
+def summed(y: Any) -> Any:
+    return lax.psum(y, "x")
+
+
+def scattered(y: Any) -> Any:
+    return lax.psum_scatter(y, "x", scatter_dimension=0, tiled=True)
+
+
+@pytest.mark.parametrize("total", [summed, scattered])
+def test_a_gradient_of_an_activation_that_two_dots_read_is_made_once(total: Callable[..., Any]) -> None:
+    def body(back: Any, x: Any, w: Any) -> Any:
+        gradient = back * jnp.cos(back)
+        return x.T @ gradient, total(gradient @ w.T)
+
+    flow, chains = read(body)
+    (value,) = shared_operands(flow, chains, ())
+    assert flow.ops[flow.producer[value]].name == "mul"
+    (dot,) = (op for op in flow.users[value] if op not in chains[0].members)
+    assert not shared_operands(flow, chains, {dot})
+    assert not shared_operands(flow, (), ())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(lambda back, x, w: summed(jnp.sin(back) @ w.T), id="nothing else reads it"),
+        pytest.param(lambda back, x, w: (x.T @ back, summed(back @ w.T)), id="an argument"),
+        pytest.param(lambda back, x, w: (x.T @ (y := x @ w), summed(y @ w.T)), id="the result of a dot"),
+        pytest.param(lambda back, x, w: ((y := jnp.sin(back)).sum(0), summed(y @ w.T)), id="no dot reads it"),
+        pytest.param(lambda back, x, w: (x.T @ (y := jnp.sin(back)), y @ w.T), id="no sum"),
+    ],
+)
+def test_what_compilers_make_once_anyhow_is_left_to_them(body: Callable[..., Any]) -> None:
+    flow, chains = read(body)
+    assert not shared_operands(flow, chains, ())
+
+
+SCRIPT = """
+import sys, json
+import jax, jax.numpy as jnp
+from jax import lax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec as P
+from cost_model import Topology, by_name
+from overlap import overlap_collectives
+from overlap.hlo.parse import parse
+from overlap.hlo.simulate import simulate
+
+slice_name, chip = sys.argv[1:3]
+devices = topologies.get_topology_desc(platform="tpu", topology_name=slice_name).devices
+mesh, hardware = jax.sharding.Mesh(devices, ("x",)), by_name(chip)
+
+def body(x, up, down):
+    def layer(x, w):
+        up, down = w
+        return x + lax.psum(jax.nn.silu(lax.pcast(x, "x", to="varying") @ up) @ down, "x"), None
+    def loss(w):
+        return jnp.square(lax.scan(layer, x, w)[0].astype(jnp.float32)).mean()
+    return jax.grad(loss)((up, down))
+
+spec = (P(), P(None, None, "x"), P(None, "x"))
+function = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec[1:]))
+shapes = ((1, 4096, 4096), (3, 4096, 16384), (3, 16384, 4096))
+arguments = [
+    jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, each))
+    for shape, each in zip(shapes, spec)
+]
+decorated = overlap_collectives(function, policy="always")
+found = []
+for run in (function, decorated):
+    module = parse(run.lower(*arguments).compile().as_text())
+    events = simulate(module, hardware, Topology.from_devices(devices, hardware)).events
+    found.append(sum((e.end_s - e.start_s) * e.repeats for e in events if e.kind == "matmul"))
+print(json.dumps(found))
+"""
+
+
+@needs_libtpu
+def test_a_weight_s_gradient_takes_no_longer_beside_a_ring() -> None:
+    """All dots took 1.53 times as long, now 1.36: its gradient was made again within a weight's."""
+    original, ours = told_by(SCRIPT, "v5e:2x4", "tpu_v5e")
+    assert ours < 1.45 * original
