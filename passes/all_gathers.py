@@ -17,7 +17,7 @@ from jax import lax
 
 from cost_model.chips import from_device_kind
 from cost_model.tile import LANES
-from passes import shims
+from passes import rows, shims
 from passes.arrivals import cut_for, rounded, take_in, values_of
 from passes.block_eval import Piece, Read, run_on_piece, tie_typed, write
 from passes.chains import AllGatherDot, Chain
@@ -120,7 +120,7 @@ def _by_strips(
         run_on_piece(flow, chain.dots, known, _OfEveryBlock(turns.places, 0, WHOLE), read)
         made.append([known[value] for value in values_of(flow, chain)])
         if on_tpu:
-            made[-1] = list(map(shims.row_major, made[-1]))
+            made[-1] = [shims.laid_out(strip, rows.sent(strip.shape)) for strip in made[-1]]
         if on_gpu and piece is not None:
             held = iter(turns.hold(*itertools.chain.from_iterable(made)))
             made = [[next(held) for _ in strips] for strips in made]
