@@ -1,8 +1,9 @@
 """When the steps of a program run on one device: dots one after the other, collectives beside them.
 
-Compilers that hide latency schedule by list: of what is ready the dots run in program order, and a collective
-that devices run beside them starts as soon as its operand is there and the wire is free. While no dot is
-ready, what they wait for is exposed.
+Compilers that hide latency schedule by list. Of the dots that are ready they run those first that a
+collective beside dots waits for, else in program order. Such a collective starts when its operand is there
+and the wire is free; of several first the one whose result the first dots wait for, which in a backward pass
+that gathers weights anew is the last of the program. While no dot is ready, what they wait for is exposed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,15 @@ class Step:
     needs: tuple[int, ...]
     dots_s: float = 0.0
     wire_s: float = 0.0
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether it is a collective that runs beside dots."""
+        return self.wire_s > 0 and not self.dots_s
+
+
+_Turn = tuple[bool, int]
+"""When it is a step's turn: whether no collective beside dots waits for it, and its number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +77,44 @@ class _Device:
                     raise ValueError(f"step {number} needs step {needed}, which is not before it")
                 self._users[needed].append(number)
                 self._missing[number] += 1
+        self._turns = self._in_turn()
         self._now_s = self._wire_s = 0.0
-        self._ready: list[int] = []
+        self._ready: list[tuple[_Turn, int]] = []
+        self._queued: list[tuple[_Turn, int]] = []
         self._sent: list[tuple[float, int]] = []
         self._exposed_s = [0.0] * len(steps)
 
+    def _in_turn(self) -> list[_Turn]:
+        """Of each step, when it is its turn if it can run: that of the first dots that need it."""
+        turns: list[_Turn] = [(True, len(self._steps))] * len(self._steps)
+        awaited = [False] * len(self._steps)
+        for number in reversed(range(len(self._steps))):
+            step, users = self._steps[number], self._users[number]
+            awaited[number] = any(awaited[user] or self._steps[user].is_beside for user in users)
+            if step.dots_s:
+                turns[number] = not awaited[number], number
+            else:
+                turns[number] = min((turns[user] for user in users), default=turns[number])
+        return turns
+
     def run(self) -> Schedule:
         self._start([number for number, missing in enumerate(self._missing) if not missing])
-        while self._ready or self._sent:
+        while self._ready or self._sent or self._queued:
+            self._send(self._now_s)
+            if not self._ready and not self._sent:
+                self._send(self._wire_s)
             if self._sent and (not self._ready or self._sent[0][0] <= self._now_s):
                 self._receive()
             else:
                 self._run_next()
         return Schedule(self._now_s, tuple(self._exposed_s))
+
+    def _send(self, until_s: float) -> None:
+        """Puts on the wire what it is free for by then."""
+        while self._queued and self._wire_s <= until_s:
+            _, number = heapq.heappop(self._queued)
+            self._wire_s += self._steps[number].wire_s
+            heapq.heappush(self._sent, (self._wire_s, number))
 
     def _receive(self) -> None:
         """Waits for the next collective, if it is not there yet."""
@@ -89,8 +124,8 @@ class _Device:
         self._start(self._released(number))
 
     def _run_next(self) -> None:
-        """Runs the dots that come first in the program."""
-        number = heapq.heappop(self._ready)
+        """Runs the dots whose turn it is."""
+        _, number = heapq.heappop(self._ready)
         step = self._steps[number]
         free_s = self._now_s + max(step.dots_s, step.wire_s)
         self._now_s += step.dots_s
@@ -117,16 +152,18 @@ class _Device:
         return released
 
     def _start(self, released: list[int]) -> None:
-        """Sends or queues steps, in program order; those of no time have run, and may release others."""
+        """Queues steps, in program order; those of no time have run, and may release others."""
+        self._send(self._now_s)
         heapq.heapify(released)
         while released:
             number = heapq.heappop(released)
             step = self._steps[number]
             if step.dots_s:
-                heapq.heappush(self._ready, number)
-            elif step.wire_s:
-                self._wire_s = max(self._now_s, self._wire_s) + step.wire_s
-                heapq.heappush(self._sent, (self._wire_s, number))
+                heapq.heappush(self._ready, (self._turns[number], number))
+            elif step.is_beside:
+                if not self._queued:
+                    self._wire_s = max(self._wire_s, self._now_s)
+                heapq.heappush(self._queued, (self._turns[number], number))
             else:
                 for user in self._released(number):
                     heapq.heappush(released, user)

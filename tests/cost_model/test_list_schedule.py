@@ -48,6 +48,22 @@ def test_dots_that_are_ready_run_while_others_wait() -> None:
     assert found == Schedule(7.0, (0.0, 1.0, 0.0, 0.0))
 
 
+def test_dots_that_a_collective_waits_for_run_before_those_that_none_does() -> None:
+    """Both gradients of weights run beside the sum of the input's, whichever of all comes first."""
+    found = list_schedule([dots(2.0), dots(3.0), dots(2.0, 1), beside(4.0, 1)])
+    assert found == Schedule(7.0, (0.0, 0.0, 0.0, 0.0))
+
+
+def test_of_collectives_that_could_start_the_one_goes_first_that_dots_wait_for_first() -> None:
+    """A backward pass gathers all weights anew at once, in the program's order, and reads the last first."""
+    found = list_schedule([beside(4.0), beside(2.0), dots(5.0, 1), dots(1.0, 0, 2)])
+    assert found == Schedule(8.0, (0.0, 2.0, 0.0, 0.0))
+    third = list_schedule(
+        [beside(1.0), beside(4.0), beside(2.0), dots(1.0, 0), dots(5.0, 2, 3), dots(1.0, 1, 4)]
+    )
+    assert third == Schedule(9.0, (1.0, 0.0, 1.0, 0.0, 0.0, 0.0))
+
+
 def test_what_runs_alone_waits_for_the_wire_and_hides_nothing() -> None:
     assert list_schedule([beside(3.0), alone(2.0), dots(4.0, 0, 1)]) == Schedule(9.0, (3.0, 0.0, 0.0))
     assert list_schedule([alone(2.0), beside(3.0), dots(4.0, 0, 1)]) == Schedule(9.0, (0.0, 3.0, 0.0))
