@@ -247,9 +247,10 @@ def _result_size(name: str) -> Resize:
     return lambda call, dims, share: {name: _scaled(call.params[name], dims.result_dim, share)}
 
 
-_REDUCING = """
-reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin
-"""
+REDUCTIONS = frozenset({"reduce_max", "reduce_min", "reduce_prod", "reduce_sum"})
+"""Reductions of numbers to fewer."""
+
+_REDUCING = REDUCTIONS | {"reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"}
 _ELEMENTWISE = (
     "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz "
     "complex conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor "
@@ -269,7 +270,7 @@ LONE = ("all_gather", "reduce_scatter")
 
 _RULES.update({name: _Rule(_lone) for name in LONE})
 _RULES.update({name: _Rule(_elementwise) for name in _ELEMENTWISE.split()})
-_RULES.update({name: _Rule(_removed("axes")) for name in _REDUCING.split()})
+_RULES.update({name: _Rule(_removed("axes")) for name in sorted(_REDUCING)})
 _RULES.update(
     {
         name: _Rule(_aside_of("axis"))

@@ -179,9 +179,19 @@ def decide(
             proposals = [p for p in proposals if p[0].collective.op in ops]
     decisions = tuple(decided[op] for op in sorted(decided))
     revised = tuple(_against_all(d, as_written_s.get(d.collective.op, 0.0)) for d in decisions)
-    if policy == "auto" and revised != decisions and network.hardware is not None:
-        return _if_all_pay(revised, network.hardware)
+    if policy == "auto" and network.hardware is not None:
+        return _if_all_pay(revised, _exposed_s(hidden, revised, as_written_s), network.hardware)
     return revised
+
+
+def _exposed_s(hidden: Hidden, decisions: Iterable[Decision], as_written_s: Mapping[int, float]) -> float:
+    """Seconds of what is hidden as written and exposed beside rings, of collectives that become none."""
+    rings = tuple(_priced_rings(decisions))
+    if not rings or not any(as_written_s.values()):
+        return 0.0
+    ops = {chain.collective.op for chain, _ in rings}
+    left_s = hidden.seconds(rings)
+    return sum(max(0.0, s - left_s.get(op, 0.0)) for op, s in as_written_s.items() if op not in ops)
 
 
 def _collectives_s(proposals: Iterable[tuple[Decision, tuple[Chain, ...]]]) -> Mapping[int, float]:
@@ -221,10 +231,21 @@ def _against_all(decision: Decision, as_written_s: float) -> Decision:
     return dataclasses.replace(first, reason=reason)
 
 
-def _if_all_pay(decisions: tuple[Decision, ...], hardware: Hardware) -> tuple[Decision, ...]:
-    """The decisions, without rings if all together do not pay: some expose collectives that were hidden."""
+def _if_all_pay(
+    decisions: tuple[Decision, ...], exposed_s: float, hardware: Hardware
+) -> tuple[Decision, ...]:
+    """The decisions, without rings if all together do not pay: some expose collectives that were hidden.
+
+    Args:
+      decisions: those.
+      exposed_s: seconds of what is no ring and would be exposed.
+      hardware: the devices.
+    """
     rings = [estimate for _, estimate in _priced_rings(decisions)]
-    if not rings or pays(functools.reduce(operator.add, rings), hardware):
+    if not rings:
+        return decisions
+    together = functools.reduce(operator.add, rings)
+    if pays(dataclasses.replace(together, overlapped_s=together.overlapped_s + exposed_s), hardware):
         return decisions
     exposed = "Rings would expose a collective that is hidden as written, and all together gain too little."
     why = Reason(Code.NOT_PROFITABLE, exposed)

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from cost_model.tile import SUBLANES
 from passes import shims
-from passes.blocks import RESULT, Shape, blockwise, is_elementwise, shards
+from passes.blocks import REDUCTIONS, RESULT, Shape, blockwise, is_elementwise, shards
 from passes.collective import Collective, explicitly_sharded, read_collective, unsupported
 from passes.dots import dot_dims
 from passes.gather_match import call_of
@@ -34,7 +34,7 @@ _ROWS: Final = 2 * SUBLANES
 _SUMS = frozenset({"psum", "psum_invariant"})
 """Collectives to which dims are nothing."""
 
-_OVER_MERGED = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"})
+_OVER_MERGED = REDUCTIONS | {"reduce_and", "reduce_or"}
 """Reductions that may be over several dims just as well as over one."""
 
 

@@ -19,7 +19,7 @@ from cost_model.on_chip import OTHER, Side
 from cost_model.ring_work import NOTHING_BEFORE, Before
 from cost_model.tile import whole_columns
 from passes.block_eval import accumulator_dtype, cut_once, is_in_rows
-from passes.blocks import is_fusible
+from passes.blocks import REDUCTIONS, is_fusible
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
 from passes.dots import matmul
 from passes.graph import Dataflow
@@ -87,7 +87,7 @@ def _passes(flow: Dataflow, blocks: Iterable[BlockOp]) -> int:
     Each reduction is one, what is made of its numbers per row another, and one ends it.
     """
     names = [flow.ops[block.op].name for block in blocks]
-    reductions = sum(name.startswith("reduce_") and name != "reduce_precision" for name in names)
+    reductions = sum(name in REDUCTIONS for name in names)
     return 2 * reductions + 1 if reductions else 0
 
 

@@ -12,14 +12,12 @@ from typing import Any, Final
 
 from passes import shims
 from passes.block_eval import Read, cut_once, tie
-from passes.blocks import MOVING, is_elementwise, is_fusible
+from passes.blocks import MOVING, REDUCTIONS, is_elementwise, is_fusible
 from passes.chains import AllGatherDot, DotReduceScatter
 from passes.graph import Dataflow, Op, Operand
 
 _NOTHING: Final = MOVING | {"copy", "name", "pvary", "stop_gradient"}
 """Operations that change no element, and at most move or drop some."""
-
-_REDUCTIONS: Final = ("reduce_max", "reduce_min", "reduce_sum", "reduce_prod")
 
 _PUT_TOGETHER: Final = ("concatenate", "pad", "stack")
 
@@ -92,7 +90,7 @@ def _share(flow: Dataflow, chain: AllGatherDot | DotReduceScatter, value: int) -
         name = flow.ops[user].name
         if name == "dot_general":
             dots.add(user)
-        elif not (_is_fused(flow.ops[user]) or name.startswith("reduce_")):
+        elif not (_is_fused(flow.ops[user]) or name in REDUCTIONS):
             return 0.0
     return len(dots & own) / len(dots)
 
@@ -117,9 +115,7 @@ def _is_made_with_a_dot(flow: Dataflow, value: int) -> bool:
     A norm behind a dot does: it can be made when all of a row is there.
     """
     names = {each.name for each in _fused(flow, value)}
-    return "dot_general" in names and not any(
-        name.startswith("reduce_") for name in names - {"reduce_precision"}
-    )
+    return "dot_general" in names and names.isdisjoint(REDUCTIONS)
 
 
 def _is_of_parts(flow: Dataflow, value: int) -> bool:
@@ -152,7 +148,7 @@ def _is_reduced(flow: Dataflow, value: int) -> bool:
                 continue
             seen.add(user)
             op = flow.ops[user]
-            if op.name in _REDUCTIONS:
+            if op.name in REDUCTIONS:
                 if tuple(op.params["axes"]) == (len(flow.aval(op.inputs[0]).shape) - 1,):
                     return True
             elif is_elementwise(op.name):

@@ -153,6 +153,37 @@ def test_rings_that_lose_together_what_was_hidden_are_not_made() -> None:
     assert first.reason == "policy_accepted"
 
 
+def scattered(x: Any, up: Any, down: Any) -> Any:
+    return lax.psum_scatter(x @ up, "x", scatter_dimension=1, tiled=True)
+
+
+def beside_another(x: Any, up: Any, down: Any) -> Any:
+    """The same, while a weight is gathered that has no chain."""
+    return scattered(x, up, down) + lax.cumsum(gather(down), axis=1)[0, 0]
+
+
+def test_rings_that_expose_what_is_none_are_not_made_if_that_loses_more() -> None:
+    (alone,) = sites(scattered, "tpu_v5e")
+    assert alone.reason == "profitable"
+    ring, weight = sites(beside_another, "tpu_v5e")
+    assert (ring.kind, weight.kind) == ("dot_reduce_scatter", "all_gather")
+    assert ring.reason == "not_profitable"
+    assert "all together gain too little" in ring.sentence
+    (ring, _) = sites(beside_another, "tpu_v6e")
+    assert ring.reason == "profitable"
+
+
+def test_reductions_hide_collectives_too_on_tpus() -> None:
+    """A norm's sums of the tokens are passes of their own over them."""
+
+    def normed(x: Any, up: Any, down: Any) -> Any:
+        return x / jnp.sum(x.astype(jnp.float32), 1, keepdims=True).astype(x.dtype) @ gather(up)
+
+    assert hidden_share(sites(lone, "tpu_7x", "never")[0]) == 0
+    assert 0 < hidden_share(sites(normed, "tpu_7x", "never")[0]) < 0.5
+    assert hidden_share(sites(normed, "h100", "never")[0]) == 0
+
+
 def test_a_users_policy_is_asked_once_for_each_chain() -> None:
     asked: list[Site] = []
 
@@ -263,5 +294,5 @@ def test_what_a_later_ring_exposes_is_decided_again(monkeypatch: pytest.MonkeyPa
         return {site.reason for site in overlapped.explain(*arguments).sites}
 
     assert reasons() == {"not_profitable"}
-    monkeypatch.setattr(decide, "_if_all_pay", lambda decisions, hardware: decisions)
+    monkeypatch.setattr(decide, "_if_all_pay", lambda decisions, exposed_s, hardware: decisions)
     assert reasons() == {"profitable"}
