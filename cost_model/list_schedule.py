@@ -1,14 +1,16 @@
 """When the steps of a program run on one device: dots one after the other, collectives beside them.
 
-Compilers that hide latency schedule by list. Of the dots that are ready they run those first that a
-collective beside dots waits for, else in program order. Such a collective starts when its operand is there
-and the wire is free; of several first the one whose result the first dots wait for, which in a backward pass
-that gathers weights anew is the last of the program. While no dot is ready, what they wait for is exposed.
+Compilers that hide latency schedule by list: of what is ready the dots run in program order, and a
+collective that devices run beside them has the wire as soon as its operand is there and those that were ready
+before are through. Those of TPUs go by need. Of the dots they run those first that such a collective waits
+for, and of collectives the one whose result the first dots wait for, which in a backward pass that gathers
+weights anew is the last of the program. While no dot is ready, what they wait for is exposed.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,22 +54,27 @@ class Schedule:
     exposed_s: tuple[float, ...]
 
 
-def list_schedule(steps: Sequence[Step]) -> Schedule:
+def list_schedule(steps: Sequence[Step], *, by_need: bool = True) -> Schedule:
     """Runs the steps, each once those that it needs have run.
 
     One that has dots and hops beside them ends when both have. What takes the time is the longer of the two,
     of each such step, all other dots, and what is exposed.
 
+    Args:
+      steps: those.
+      by_need: whether it goes by need what is first of all that is ready; else dots run in the steps' order,
+        and collectives as they become ready.
+
     Raises:
       ValueError: a step needs one that is not before it.
     """
-    return _Device(steps).run()
+    return _Device(steps, by_need).run()
 
 
 class _Device:
     """The state of a device that runs the steps."""
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    def __init__(self, steps: Sequence[Step], by_need: bool) -> None:
         self._steps = steps
         self._users: list[list[int]] = [[] for _ in steps]
         self._missing = [0] * len(steps)
@@ -77,14 +84,15 @@ class _Device:
                     raise ValueError(f"step {number} needs step {needed}, which is not before it")
                 self._users[needed].append(number)
                 self._missing[number] += 1
-        self._turns = self._in_turn()
+        self._first_come = not by_need
+        self._turns = self._by_need() if by_need else [(False, number) for number in range(len(steps))]
         self._now_s = self._wire_s = 0.0
         self._ready: list[tuple[_Turn, int]] = []
         self._queued: list[tuple[_Turn, int]] = []
         self._sent: list[tuple[float, int]] = []
         self._exposed_s = [0.0] * len(steps)
 
-    def _in_turn(self) -> list[_Turn]:
+    def _by_need(self) -> list[_Turn]:
         """Of each step, when it is its turn if it can run: that of the first dots that need it."""
         turns: list[_Turn] = [(True, len(self._steps))] * len(self._steps)
         awaited = [False] * len(self._steps)
@@ -164,6 +172,8 @@ class _Device:
                 if not self._queued:
                     self._wire_s = max(self._wire_s, self._now_s)
                 heapq.heappush(self._queued, (self._turns[number], number))
+                if self._first_come:
+                    self._send(math.inf)
             else:
                 for user in self._released(number):
                     heapq.heappush(released, user)

@@ -52,12 +52,16 @@ def test_dots_that_a_collective_waits_for_run_before_those_that_none_does() -> N
     """Both gradients of weights run beside the sum of the input's, whichever of all comes first."""
     found = list_schedule([dots(2.0), dots(3.0), dots(2.0, 1), beside(4.0, 1)])
     assert found == Schedule(7.0, (0.0, 0.0, 0.0, 0.0))
+    in_order = list_schedule([dots(2.0), dots(3.0), dots(2.0, 1), beside(4.0, 1)], by_need=False)
+    assert in_order == Schedule(9.0, (0.0, 0.0, 0.0, 2.0))
 
 
 def test_of_collectives_that_could_start_the_one_goes_first_that_dots_wait_for_first() -> None:
     """A backward pass gathers all weights anew at once, in the program's order, and reads the last first."""
     found = list_schedule([beside(4.0), beside(2.0), dots(5.0, 1), dots(1.0, 0, 2)])
     assert found == Schedule(8.0, (0.0, 2.0, 0.0, 0.0))
+    in_order = list_schedule([beside(4.0), beside(2.0), dots(5.0, 1), dots(1.0, 0, 2)], by_need=False)
+    assert in_order == Schedule(12.0, (4.0, 2.0, 0.0, 0.0))
     third = list_schedule(
         [beside(1.0), beside(4.0), beside(2.0), dots(1.0, 0), dots(5.0, 2, 3), dots(1.0, 1, 4)]
     )
@@ -110,9 +114,9 @@ def programs(draw: st.DrawFn) -> list[Step]:
     return steps
 
 
-@given(programs())
-def test_all_that_runs_and_all_that_is_exposed_is_the_whole(steps: list[Step]) -> None:
-    found = list_schedule(steps)
+@given(programs(), st.booleans())
+def test_all_that_runs_and_all_that_is_exposed_is_the_whole(steps: list[Step], by_need: bool) -> None:
+    found = list_schedule(steps, by_need=by_need)
     busy_s = sum(max(step.dots_s, step.wire_s) for step in steps if step.dots_s)
     assert busy_s + sum(found.exposed_s) == pytest.approx(found.total_s)
     for step, exposed_s in zip(steps, found.exposed_s, strict=True):
