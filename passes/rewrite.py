@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from passes import shims
-from passes.block_eval import Read, tie
+from passes.block_eval import Read, reading, tie
 from passes.blocks import MOVING
 from passes.chains import Lone, ShardReduction
 from passes.collective import Collective
@@ -76,6 +76,8 @@ class _Rewriter:
             return operand.val if isinstance(operand, Literal) else env[operand]
 
         again, shared = _Again(flow, twice, read), plan.shared_operands(twice.readers)
+        once: dict[int, Any] = {}
+        read_once = reading(once, read)
         first: dict[int, list[int]] = {}
         by_rings: set[Operand] = set()
         for number, collective in plan.first.items():
@@ -83,8 +85,11 @@ class _Rewriter:
         for unit in plan.order:
             if not isinstance(unit, int):
                 if isinstance(unit, Ring):
-                    env.update(_waiting(flow, unit, first.get(unit.chain.collective.op, ()), env))
-                reader = read if twice.readers.isdisjoint(unit.members) else again.read
+                    waiting = _waiting(flow, unit, first.get(unit.chain.collective.op, ()), env)
+                    env.update(waiting)
+                    for value in waiting:
+                        once.pop(value, None)
+                reader = read_once if twice.readers.isdisjoint(unit.members) else again.read
                 made = _emit(flow, unit, reader, places)
                 by_rings.update(made if isinstance(unit, Ring) else ())
                 env.update(made)
@@ -94,7 +99,8 @@ class _Rewriter:
                 env[op.outputs[0]] = read(op.inputs[0])
                 by_rings.update(op.outputs)
                 continue
-            values = list(map(again.read if unit in twice.readers else read, op.inputs))
+            reader = again.read if unit in twice.readers else read_once if op.name == "dot_general" else read
+            values = list(map(reader, op.inputs))
             if unit in plan.held:
                 values[0] = self._held_back(plan, unit, values[0], places)
             with shims.equation_scope(op.eqn, op.scope):
@@ -102,7 +108,7 @@ class _Rewriter:
             if op.name in MOVING and op.inputs[0] in by_rings:
                 by_rings.update(op.outputs)
             if not shared.isdisjoint(op.outputs):
-                results = tie(*results)
+                once.update(zip(op.outputs, tie(*results), strict=True))
             env.update(zip(op.outputs, results, strict=True))
         return [again.read(o) if o in twice.results else read(o) for o in flow.outputs]
 

@@ -10,17 +10,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
+from passes import shims
 from passes.chains import Chain
 from passes.graph import Dataflow
+from passes.schedule import RingSchedule
 from passes.shared_operands import shared_operands
 from tests.libtpu import needs_libtpu
-from tests.passes import bodies
+from tests.passes import bodies, spmd
+from tests.passes.ring_patterns import rewritten_jaxpr
 from tests.passes.tpu_process import told_by
 
 TOKENS, WIDTH, HIDDEN = 8, 6, 4
+AXIS_SIZE = 2
 
 
 def read(body: Callable[..., Any]) -> tuple[Dataflow, list[Chain]]:
@@ -29,7 +34,7 @@ def read(body: Callable[..., Any]) -> tuple[Dataflow, list[Chain]]:
         jax.ShapeDtypeStruct(shape, "float32")
         for shape in ((TOKENS, HIDDEN), (TOKENS, WIDTH), (WIDTH, HIDDEN))
     ]
-    flow, matches = bodies.matched(body, *shards, axis_size=2, check_vma=False)
+    flow, matches = bodies.matched(body, *shards, axis_size=AXIS_SIZE, check_vma=False)
     return flow, [match.found[0] for match in matches if isinstance(match.found, tuple)]
 
 
@@ -53,6 +58,27 @@ def test_a_gradient_of_an_activation_that_two_dots_read_is_made_once(total: Call
     (dot,) = (op for op in flow.users[value] if op not in chains[0].members)
     assert not shared_operands(flow, chains, {dot})
     assert not shared_operands(flow, (), ())
+
+
+def test_what_else_reads_it_does_so_before_the_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dot that makes the gradient makes a bias' gradient along with it."""
+    monkeypatch.setattr(shims, "on_tpu", lambda aval: True)
+
+    def body(back: Any, x: Any, w: Any) -> Any:
+        gradient = back * jnp.cos(back)
+        return gradient.sum(0), x.T @ gradient, summed(gradient @ w.T)
+
+    shapes = ((TOKENS, HIDDEN), (TOKENS, WIDTH), (WIDTH, HIDDEN))
+    given = tuple(np.ones((AXIS_SIZE, *shape), np.float32) for shape in shapes)
+    with spmd.only_schedule(RingSchedule(directions=1)):
+        equations = list(bodies.equations(rewritten_jaxpr(body, given, "tpu_v5p")))
+    made_by = {out: eqn for eqn in equations for out in eqn.outvars}
+    (product,) = (e for e in equations if e.primitive.name == "mul" and e.outvars[0].aval.shape == shapes[0])
+    (total,) = (e for e in equations if e.primitive.name == "reduce_sum")
+    assert total.invars[0] is product.outvars[0]
+    weight = next(e for e in equations if e.primitive.name == "dot_general")
+    assert weight.outvars[0].aval.shape == (WIDTH, HIDDEN)
+    assert made_by[weight.invars[1]].primitive.name == "optimization_barrier"
 
 
 @pytest.mark.parametrize(
