@@ -180,7 +180,9 @@ def decide(
     decisions = tuple(decided[op] for op in sorted(decided))
     revised = tuple(_against_all(d, as_written_s.get(d.collective.op, 0.0)) for d in decisions)
     if policy == "auto" and network.hardware is not None:
-        return _if_all_pay(revised, _exposed_s(hidden, revised, as_written_s), network.hardware)
+        exposed_s = _exposed_s(hidden, revised, as_written_s)
+        if exposed_s or revised != decisions:
+            return _if_all_pay(revised, exposed_s, network.hardware)
     return revised
 
 
