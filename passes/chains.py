@@ -189,6 +189,11 @@ class Lone:
 Chain = AllGatherDot | DotReduceScatter | DotPsum
 
 
+def summed_dots(chain: DotReduceScatter | DotPsum) -> tuple[BlockOp, ...]:
+    """The dots before a chain's sum."""
+    return chain.scatter.dots if isinstance(chain, DotPsum) else chain.dots
+
+
 def reductions(chain: Chain) -> tuple[ShardReduction, ...]:
     """The reductions over the gathered dim that a chain takes over."""
     return chain.reductions if isinstance(chain, AllGatherDot) else ()

@@ -90,13 +90,9 @@ class Hidden:
             times.update((dot.op, (dot_s, dot_s)) for dot in chain.dots)
         times.update((op, (s, 0.0)) for op, s in self._passes_s.items())
         steps = [Step(needs, *times.get(op, (0.0, 0.0))) for op, needs in self._needs.items()]
-        exposed_s = dict(zip(self._needs, list_schedule(steps, by_need=self._on_tpus).exposed_s, strict=True))
+        scheduled = list_schedule(steps, by_need=self._network.leaves_for_last)
+        exposed_s = dict(zip(self._needs, scheduled.exposed_s, strict=True))
         return {op: max(0.0, times[op][1] - exposed_s[op]) for op in self._beside}
-
-    @property
-    def _on_tpus(self) -> bool:
-        hardware = self._network.hardware
-        return hardware is not None and hardware.network == "torus"
 
     @cached_property
     def _needs(self) -> Mapping[int, tuple[int, ...]]:
@@ -118,7 +114,7 @@ class Hidden:
         """Seconds of each reduction, where it was seen to be a pass over an array that hides collectives."""
         hardware = self._network.hardware
         assert hardware is not None
-        if not self._on_tpus:
+        if hardware.network != "torus":
             return {}
         element_s = REDUCING * _FLOAT32_BYTES / hardware.hbm_bytes_per_s
         reductions = ((index, op) for index, op in self._flow.live.items() if op.name in REDUCTIONS)

@@ -19,7 +19,7 @@ from typing import Final
 
 from passes.block_eval import cut_once
 from passes.blocks import is_fusible
-from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
+from passes.chains import AllGatherDot, Chain, summed_dots
 from passes.graph import Dataflow
 
 MOST_ROOTS: Final = 16
@@ -84,7 +84,7 @@ def made_again(
             operator.or_, (needed_by.get(value, 0) for value in flow.ops[sum_op].outputs), 0
         )
         late = functools.partial(_needs, needs, following)
-        cut = cut_once(flow, _dots(rings[sum_op])) if sum_op in rings else ()
+        cut = cut_once(flow, summed_dots(rings[sum_op])) if sum_op in rings else ()
         if following:
             together = [tuple(cut), *((value,) for value in of_sum.get(sum_op, ()))]
         else:
@@ -117,10 +117,6 @@ def read_by_rings(flow: Dataflow, chains: Iterable[Chain]) -> frozenset[int]:
     made = {value for chain in chains for op in chain.ops for value in flow.ops[op].outputs}
     read = {operand for chain in chains for op in chain.ops for operand in flow.ops[op].inputs}
     return frozenset(operand for operand in read if isinstance(operand, int) and operand not in made)
-
-
-def _dots(chain: DotReduceScatter | DotPsum) -> tuple[BlockOp, ...]:
-    return chain.scatter.dots if isinstance(chain, DotPsum) else chain.dots
 
 
 def _needed_by(flow: Dataflow, ops: Sequence[int]) -> Mapping[int, int]:

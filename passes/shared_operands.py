@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable
 
 from passes.block_eval import cut_once
 from passes.blocks import is_elementwise
-from passes.chains import AllGatherDot, Chain, DotPsum
+from passes.chains import AllGatherDot, Chain, summed_dots
 from passes.graph import Dataflow
 
 
@@ -31,7 +31,7 @@ def shared_operands(flow: Dataflow, chains: Iterable[Chain], apart: Container[in
     for chain in chains:
         if isinstance(chain, AllGatherDot):
             continue
-        for value in cut_once(flow, chain.scatter.dots if isinstance(chain, DotPsum) else chain.dots):
+        for value in cut_once(flow, summed_dots(chain)):
             maker = flow.producer.get(value)
             if maker is None or not is_elementwise(flow.ops[maker].name):
                 continue

@@ -27,15 +27,13 @@ from tests.passes.ring_patterns import rewritten_jaxpr
 from tests.passes.tpu_process import told_by
 
 TOKENS, WIDTH, HIDDEN = 8, 6, 4
+SHAPES = ((TOKENS, HIDDEN), (TOKENS, WIDTH), (WIDTH, HIDDEN))
 AXIS_SIZE = 2
 
 
 def read(body: Callable[..., Any]) -> tuple[Dataflow, list[Chain]]:
     """A body given the gradient that comes back [8, 4], the input [8, 6] and the weight [6, 4]."""
-    shards = [
-        jax.ShapeDtypeStruct(shape, "float32")
-        for shape in ((TOKENS, HIDDEN), (TOKENS, WIDTH), (WIDTH, HIDDEN))
-    ]
+    shards = [jax.ShapeDtypeStruct(shape, "float32") for shape in SHAPES]
     flow, matches = bodies.matched(body, *shards, axis_size=AXIS_SIZE, check_vma=False)
     return flow, [match.found[0] for match in matches if isinstance(match.found, tuple)]
 
@@ -70,12 +68,11 @@ def test_what_else_reads_it_does_so_before_the_barrier(monkeypatch: pytest.Monke
         gradient = back * jnp.cos(back)
         return gradient.sum(0), x.T @ gradient, summed(gradient @ w.T)
 
-    shapes = ((TOKENS, HIDDEN), (TOKENS, WIDTH), (WIDTH, HIDDEN))
-    given = tuple(np.ones((AXIS_SIZE, *shape), np.float32) for shape in shapes)
+    given = tuple(np.ones((AXIS_SIZE, *shape), np.float32) for shape in SHAPES)
     with spmd.only_schedule(RingSchedule(directions=1)):
         equations = list(bodies.equations(rewritten_jaxpr(body, given, "tpu_v5p")))
     made_by = {out: eqn for eqn in equations for out in eqn.outvars}
-    (product,) = (e for e in equations if e.primitive.name == "mul" and e.outvars[0].aval.shape == shapes[0])
+    (product,) = (e for e in equations if e.primitive.name == "mul" and e.outvars[0].aval.shape == SHAPES[0])
     (total,) = (e for e in equations if e.primitive.name == "reduce_sum")
     assert total.invars[0] is product.outvars[0]
     weight = next(e for e in equations if e.primitive.name == "dot_general")
@@ -139,15 +136,14 @@ SCRIPT = """
 import sys, json
 import jax, jax.numpy as jnp
 from jax import lax
-from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec as P
 from cost_model import Topology, by_name
-from overlap import overlap_collectives
+from overlap import overlap_collectives, tpu_target
 from overlap.hlo.parse import parse
 from overlap.hlo.simulate import simulate
 
 slice_name, chip = sys.argv[1:3]
-devices = topologies.get_topology_desc(platform="tpu", topology_name=slice_name).devices
+devices = tpu_target.devices(slice_name)
 mesh, hardware = jax.sharding.Mesh(devices, ("x",)), by_name(chip)
 
 def body(x, up, down):
