@@ -123,7 +123,11 @@ class Bar:
 
 
 class Directory:
-    """The instructions of a program by name: what every event of its profile does."""
+    """The instructions of a program by name: what every event of its profile does.
+
+    A kernel that XLA:GPU generates goes by its instruction's name too, in which it has ``_`` for what is no
+    letter or digit.
+    """
 
     def __init__(self, module: Module | None) -> None:
         self._computations: Mapping[str, Computation] = {} if module is None else module.computations
@@ -133,15 +137,17 @@ class Directory:
                 # Names are unique but for those in fusions and reductions, which have no events.
                 if instruction.opcode not in _FREE:
                     self._instructions.setdefault(instruction.name, instruction)
+        self._kernels = {_kernel(name): name for name in reversed(self._instructions)}
         self._found: dict[str, Operation] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._instructions
+        return name in self._instructions or name in self._kernels
 
     def __call__(self, name: str) -> Operation:
         """What the instruction or kernel of this name does."""
         if name not in self._found:
-            instruction = self._instructions.get(name)
+            exact = name if name in self._instructions else self._kernels.get(name, "")
+            instruction = self._instructions.get(exact)
             self._found[name] = _by_name(name) if instruction is None else self._by_instruction(instruction)
         return self._found[name]
 
@@ -337,6 +343,11 @@ def _as_compute(operation: Operation) -> Operation:
     return Operation(
         opcode=operation.opcode, kind="compute", op_name=operation.op_name, source=operation.source
     )
+
+
+def _kernel(name: str) -> str:
+    """What the kernel of an instruction is called."""
+    return re.sub(r"[^a-zA-Z0-9]", "_", name)
 
 
 def _half(opcode: str) -> Literal["start", "done", ""]:

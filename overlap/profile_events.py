@@ -196,8 +196,11 @@ def _window(event: Any, stats: Mapping[str, Any]) -> Window:
 
 
 def _op(event: Any, stats: Mapping[str, Any]) -> Op:
-    """An event as an operation. One without an instruction goes by the kernel's name."""
-    name = str(stats.get("hlo_op", ""))
+    """An event as an operation. One without an instruction goes by the kernel's name.
+
+    Kernels of a CUDA graph all name the graph (``command_buffer_1``), in place of their instructions.
+    """
+    name = "" if "cuda_graph_id" in stats else str(stats.get("hlo_op", ""))
     module = str(stats.get("hlo_module", ""))
     return Op(name or event.name, event.start_ns, event.end_ns, module)
 

@@ -230,6 +230,44 @@ def test_gpu_planes_give_what_ran_on_the_streams(tmp_path: Path) -> None:
     assert found.unknown == pytest.approx(4 / 121)
 
 
+def test_kernels_of_a_cuda_graph_go_by_their_own_names(tmp_path: Path) -> None:
+    """As one H200 recorded them: all name the graph as their instruction."""
+
+    def kernel(name: str, start: int, end: int) -> Event:
+        graph = {"hlo_op": "command_buffer_1", "hlo_module": "jit_step", "cuda_graph_id": 10}
+        return (name, 1000 + start, 1000 + end, graph)
+
+    kernels = [
+        kernel("nvjet_sm90_tst_256x64_64x5_1x2_h_bz_NNT", 0, 20),
+        kernel("fusion_1", 20, 30),
+        kernel("copy_3", 30, 34),
+        kernel("ncclDevKernel_AllGather_RING_LL(args)", 34, 40),
+    ]
+    lines = {"Stream #14(Compute,Memset)": kernels}
+    trace = trace_of(tmp_path, plane("/device:GPU:0", lines), host(call("original", 0, 900, 1200)))
+    steps = of_variants(trace, {"original": "jit_step"})
+    found = activity(steps["original"].values(), Directory(ASYNC))
+    assert found is not None
+    assert found.matmul_s == pytest.approx(30 * NS)  # cuBLAS's, and a fusion that holds a dot
+    assert found.collective_s == pytest.approx(6 * NS)
+    assert found.compute_only_s == pytest.approx(34 * NS)
+    # A generated kernel is named after its instruction; those of libraries are not.
+    assert found.unknown == pytest.approx(26 / 40)
+
+
+def test_an_instruction_is_itself_where_a_kernel_of_another_is_called_so() -> None:
+    text = """HloModule jit_f, is_scheduled=true
+
+ENTRY %main (p: f32[8,8]) -> f32[8,8] {
+  %p = f32[8,8] parameter(0)
+  %dot.1 = f32[8,8] dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %dot_1 = f32[8,8] negate(%dot.1)
+}
+"""
+    directory = Directory(parse(text))
+    assert (directory("dot.1").kind, directory("dot_1").kind) == ("matmul", "compute")
+
+
 def test_kernels_outside_of_the_calls_are_left_out(tmp_path: Path) -> None:
     trace = trace_of(tmp_path, gpu_plane(5000), host(call("original", 0, 900, 1200)))
     assert of_variants(trace, {"original": "jit_step"}) == {"original": {}}
