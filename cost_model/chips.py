@@ -18,10 +18,12 @@ GPU rates: NVIDIA's data sheets for the SXM boards, dense (their sparse figures 
 JAX's default. On-chip memory is the L2 cache. A link is one NVLink, a GPU's links all lead to the switch.
 Efficiency, the overhead of a matmul (a kernel's launch with its ramp) and of other kernels, and that matmuls
 are cuBLAS's alone, were measured on one H100, as was the bandwidth of its main memory (`bench.gpu_steps`,
-`bench.gpu_matmuls`); that of an H200 is what a copy reached there. Of the others efficiency is rounded
-experience, and so is the hop's latency, that of a NCCL send and receive kernel. XLA:GPU keeps one collective
-in flight by default, so opposite hops do not overlap; any collective may be it. PCIe and NVL boards have no
-such switch and are left unknown.
+`bench.gpu_matmuls`); that of an H200 is what a copy reached there. What an asynchronous collective costs
+beside its time was measured on one H200, where collectives moved nothing (`bench.gpu_steps`): whole programs
+took so much longer than their kernels, which are CUDA graphs but where a collective parts them. Of the others
+efficiency is rounded experience, and so is the hop's latency, that of a NCCL send and receive kernel. XLA:GPU
+keeps one collective in flight by default, so opposite hops do not overlap; any collective may be it. PCIe and
+NVL boards have no such switch and are left unknown.
 
 On a full pod of v5e, 16x16 chips, the TPU compiler starts no permute ahead, neither ours nor those of XLA's
 own windowed einsum (libtpu of jax 0.12; on 8x16 chips, and on pods of the others, it does).
@@ -64,6 +66,7 @@ def _gpu(
         on_chip_bytes=on_chip_bytes,
         lone_matmuls=True,
         copy_overhead_s=2e-6,
+        async_overhead_s=1e-5,
         offloaded=("all_gather", "reduce_scatter"),
         least_gain=0.07,
         opposite_hops_overlap=False,

@@ -16,6 +16,8 @@ def exchange_estimate(
 ) -> Estimate:
     """Prices P-1 exchanges, at distance 1 to P-1, each beside the dots of one of the P steps.
 
+    Each exchange stops the device for `Hardware.async_overhead_s`.
+
     Args:
       block_bytes: bytes that each device has for each other.
       matmuls: the original dots, whole.
@@ -29,11 +31,12 @@ def exchange_estimate(
     partial_s = sum((matmul_s(partial, hardware) for partial in partials), 0.0)
     exchanges = [axis.permute_s(block_bytes, distance) for distance in range(1, axis.size)]
     latencies = [axis.permute_s(0, distance) for distance in range(1, axis.size)]
-    beside = [max(partial_s, s) if hardware.overlaps else partial_s + s for s in exchanges]
+    stopped_s = hardware.async_overhead_s if hardware.overlaps else 0.0
+    beside = [max(partial_s + stopped_s, s) if hardware.overlaps else partial_s + s for s in exchanges]
     return Estimate(
         dot_s=sum((matmul_s(matmul, hardware) for matmul in matmuls), 0.0),
         collective_s=axis.all_to_all_s(axis.size**2 * block_bytes),
-        partials_s=axis.size * partial_s,
+        partials_s=axis.size * partial_s + len(exchanges) * stopped_s,
         hops_s=sum(exchanges),
         hop_latency_s=sum(latencies),
         overlapped_s=partial_s + sum(beside),

@@ -59,6 +59,8 @@ class Hardware:
       lone_matmuls: whether matmuls are kernels of a library, which do nothing else: others put their results
         into place, and add them up.
       copy_overhead_s: fixed cost of every copy that a ring makes beside its matmuls.
+      async_overhead_s: for how long a device computes nothing for every collective that runs beside its dots,
+        however few its bytes.
       joining: how many times as long as elsewhere it takes to join pieces, and to take results apart again.
       slicing: how many times as long as reading and writing it takes to cut a shard into what is sent.
       matmul_tile: the multiples to which the hardware pads (M, K, N).
@@ -110,6 +112,7 @@ class Hardware:
     fuses_additions: bool = False
     lone_matmuls: bool = False
     copy_overhead_s: float = 0.0
+    async_overhead_s: float = 0.0
     joining: float = 1.0
     slicing: float = 1.0
     overlaps: bool = True
@@ -148,7 +151,14 @@ class Hardware:
                     f"hardware {self.name!r}: {field} must be positive and finite, got {value!r}"
                 )
         not_negative = ("accumulator_on_chip_bytes", "results_on_chip", "copy_overhead_s")
-        for field in (*not_negative, "slicing", "clock_hz", "dcn_bytes_per_s", "dcn_latency_s"):
+        for field in (
+            *not_negative,
+            "async_overhead_s",
+            "slicing",
+            "clock_hz",
+            "dcn_bytes_per_s",
+            "dcn_latency_s",
+        ):
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from cost_model.hardware import Hardware
@@ -28,8 +29,8 @@ def in_turn_estimate(
     Of a gather the dots of the own shard begin with the first hop, and those of a piece when it is there. Of
     a scatter a piece can go when its dots are done, and the own block's dots come last; so they do of a psum,
     which has no own block. A gather's results are placed as they are made; what a psum's pieces have become
-    is placed after all dots, the last of them when it is there. Where hops and dots take turns, all of it
-    adds up.
+    is placed after all dots, the last of them when it is there. Every hop but one that has no dots beside it
+    stops the device for `Hardware.async_overhead_s`. Where hops and dots take turns, all of it adds up.
 
     Args:
       gathers: whether the pieces are a gather's; else a scatter's, or a psum's.
@@ -54,6 +55,10 @@ def in_turn_estimate(
             f"each piece has one hop and is placed once, got {len(pieces_s)} pieces, {len(hops_s)} hops and "
             f"{len(placing_s)} times to place them"
         )
+    stops_s = [hardware.async_overhead_s if hardware.overlaps else 0.0] * len(pieces_s)
+    if not own_s:
+        stops_s[0 if gathers else -1] = 0.0
+    pieces_s = list(map(operator.add, pieces_s, stops_s))
     wire_s, last_s = before_s, 0.0
     if not hardware.overlaps:
         busy_s = before_s + own_s + sum(pieces_s) + sum(hops_s) + sum(placing_s)

@@ -116,7 +116,8 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
     says, and what is on chip is what `cost_model.ring_on_chip` says: the first dot waits for what is held
     there, and results that grow there leave it at the end. Partial sums are read and written by every dot
     that adds to them, unless they stay on chip. Where matmuls are kernels of a library, other kernels copy
-    what a gather's make into place, and add partial sums up.
+    what a gather's make into place, and add partial sums up. Every hop that runs beside dots stops the device
+    for `Hardware.async_overhead_s`.
 
     Where the hardware does not overlap, hops and partial dots take turns, and a hop carries no less than the
     original collective did: a narrower wire is not an effect of the ring, and shared memory does not reward
@@ -141,7 +142,7 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
     placed = on_chip(work, axis.size, hardware)
     dots = work.dots * (hardware.between_tiles if few_rows_between_tiles(work, axis.size) else 1.0)
     first_s = dots * _pieces_s(work, placed, hardware, adds=False) + copy_s
-    partial_s = dots * _pieces_s(work, placed, hardware, adds=True) + copy_s
+    partial_s = dots * _pieces_s(work, placed, hardware, adds=True) + copy_s + _starting_s(work, hardware)
     add_s = work.apart_bytes / hardware.hbm_bytes_per_s
     if turned:
         add_s = TURNING[hardware.receives_on_chip] * add_s + TURNING_S[hardware.receives_on_chip]
@@ -199,8 +200,9 @@ def _halfway_estimate(work: RingWork, axis: Axis, *, fetched: bool) -> Estimate:
     halved = dataclasses.replace(work, piece=work.halves, halves=())
     pairs, halves = (axis.size - 1) // 2, 1 - axis.size % 2
     dots_s = [work.pieces / 2 * _pieces_s(work, placed, hardware, adds=False) + copy_s]
-    dots_s += pairs * [work.pieces * _pieces_s(work, placed, hardware, adds=True) + 2 * copy_s]
-    dots_s += halves * [work.pieces * _pieces_s(halved, placed, hardware, adds=True) + copy_s]
+    starting_s = _starting_s(work, hardware)
+    dots_s += pairs * [work.pieces * _pieces_s(work, placed, hardware, adds=True) + 2 * copy_s + starting_s]
+    dots_s += halves * [work.pieces * _pieces_s(halved, placed, hardware, adds=True) + copy_s + starting_s]
 
     piece_bytes = _piece_bytes(work, hardware)
     pair_s, half_s, latency_s = (
@@ -223,6 +225,11 @@ def _halfway_estimate(work: RingWork, axis: Axis, *, fetched: bool) -> Estimate:
         overlapped_s=waited_s + work.columns * ring_s,
         added_bytes=_added_bytes(work, placed, axis),
     )
+
+
+def _starting_s(work: RingWork, hardware: Hardware) -> float:
+    """For how long the hops of a step stop the device, where they run beside its dots."""
+    return work.pieces * hardware.async_overhead_s if hardware.overlaps else 0.0
 
 
 def _ragged(work: RingWork, axis: Axis) -> bool:

@@ -74,7 +74,9 @@ class Hidden:
                 self._beside.add(collective.op)
 
     def seconds(self, rings: Iterable[tuple[Chain, Estimate]] = ()) -> Mapping[int, float]:
-        """Number of a collective → for how long dots run beside it; 0 of those that are left out.
+        """Number of a collective → the seconds that dots beside it save; 0 of those that are left out.
+
+        Of how long they run beside it, that is what is longer than it stops the device for.
 
         Args:
           rings: chains that become rings, with their prices. No other collective runs beside their dots: on
@@ -92,7 +94,9 @@ class Hidden:
         steps = [Step(needs, *times.get(op, (0.0, 0.0))) for op, needs in self._needs.items()]
         scheduled = list_schedule(steps, by_need=self._network.leaves_for_last)
         exposed_s = dict(zip(self._needs, scheduled.exposed_s, strict=True))
-        return {op: max(0.0, times[op][1] - exposed_s[op]) for op in self._beside}
+        assert self._network.hardware is not None
+        stopped_s = self._network.hardware.async_overhead_s
+        return {op: max(0.0, times[op][1] - exposed_s[op] - stopped_s) for op in self._beside}
 
     @cached_property
     def _needs(self) -> Mapping[int, tuple[int, ...]]:

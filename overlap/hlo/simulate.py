@@ -9,7 +9,8 @@ The model, in short; `Timeline.assumptions` says for each run what it rests on:
   link on its ways for the bytes that cross it, in the order of issue, so two permutes contend only where they
   share a link. It has arrived when its last link is done, and not before its latency.
 - Collectives of groups take what `cost_model.group_collectives` says for every link that the groups have, and
-  those links for that long. Synchronous ones are waited for at once; asynchronous ones at their done.
+  those links for that long. Synchronous ones are waited for at once; asynchronous ones at their done, and on
+  GPUs their start stops compute for a while (`Hardware.async_overhead_s`).
 - A loop runs its trip count: iterations are walked until the streams' backlogs repeat, and the rest follows
   from the repeating ones. Of a conditional, the slowest branch runs.
 - Compute, copies and links do not slow each other down, though they share memory.
@@ -189,6 +190,10 @@ class _Simulation:
             "collective of groups takes all links of its groups for the time of the cost model's formula, "
             "whatever algorithm the compiler chose."
         )
+        if hardware.async_overhead_s:
+            sentences.append(
+                f"Each asynchronous collective stops compute for {hardware.async_overhead_s * 1e6:g} µs."
+            )
         if not hardware.overlaps:
             sentences.append(f"On {hardware.name} nothing runs beside compute.")
         elif not hardware.opposite_hops_overlap:
@@ -259,6 +264,8 @@ class _Walk:
         flight = streams.send(step.key, transfer)
         if step.what == "exchange" or not self.overlaps:
             streams.arrive(step.key)
+        else:
+            self._stop(step, repeats)
         if step.key in self.sent:
             return
         self.sent[step.key] = (step, transfer)
@@ -266,6 +273,16 @@ class _Walk:
         cost = Cost(flight.end_s - flight.begin_s, "collective", step.move.operation)
         for link in transfer.shown:
             self._draw(step, cost, link, flight.begin_s, flight.end_s, repeats)
+
+    def _stop(self, step: Step, repeats: int) -> None:
+        """What an asynchronous collective costs the device however few its bytes."""
+        streams, seconds = self.streams, self.simulation.hardware.async_overhead_s
+        if seconds:
+            start_s = streams.now_s
+            streams.compute(seconds, step.instruction.name)
+            if step.key not in self.sent:
+                cost = Cost(seconds, "compute", "starting a collective")
+                self._draw(step, cost, "compute", start_s, streams.now_s, repeats)
 
     def _draw(self, step: Step, cost: Cost, stream: str, start_s: float, end_s: float, repeats: int) -> None:
         op_name, source = self.simulation.traced(step.instruction)

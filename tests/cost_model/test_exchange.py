@@ -43,6 +43,16 @@ def test_each_exchange_runs_beside_the_dots_of_a_step() -> None:
     assert short.overlapped_s == pytest.approx(4 * part)
 
 
+def test_each_exchange_stops_the_device() -> None:
+    stops = dataclasses.replace(V5P, async_overhead_s=1e-3)
+    short, stopped = (
+        exchange_estimate(block_bytes=1, matmuls=(THOUSAND,), partials=(THOUSAND,), axis=Axis(each, 4))
+        for each in (V5P, stops)
+    )
+    assert stopped.overlapped_s - short.overlapped_s == pytest.approx(3e-3)
+    assert stopped.partials_s - short.partials_s == pytest.approx(3e-3)
+
+
 def test_exchanges_and_dots_take_turns_where_nothing_overlaps() -> None:
     alone = dataclasses.replace(V5P, overlaps=False)
     turns = exchange_estimate(block_bytes=9e7, matmuls=(THOUSAND,), partials=(THOUSAND,), axis=Axis(alone, 4))

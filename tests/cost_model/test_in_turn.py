@@ -71,6 +71,20 @@ def test_the_longest_way(pattern: Any, times: list[float]) -> None:
     assert found == pytest.approx(max(ends))
 
 
+@pytest.mark.parametrize("pattern", ["gather", "scatter", "psum"])
+@pytest.mark.parametrize("own", [0.0, 20.0])
+def test_every_hop_beside_dots_stops_the_device(pattern: Any, own: float) -> None:
+    """Of a gather without a shard of its own the first has none beside it, of a sum so the last."""
+    stops = dataclasses.replace(OVERLAPS, async_overhead_s=1.0)
+    pieces, hops = [30.0, 30.0, 30.0], [1.0, 1.0, 1.0]
+    found, plain = (priced(pattern, own, pieces, hops, each) for each in (stops, OVERLAPS))
+    beside = 3 if own else 2
+    assert found.partials_s - plain.partials_s == pytest.approx(beside)
+    assert found.overlapped_s - plain.overlapped_s == pytest.approx(beside)
+    in_turns = dataclasses.replace(CPU, async_overhead_s=1.0)
+    assert priced(pattern, own, pieces, hops, in_turns) == priced(pattern, own, pieces, hops, CPU)
+
+
 def test_each_piece_has_a_hop() -> None:
     with pytest.raises(ValueError, match="one hop and is placed once, got 2 pieces, 1 hops and 2"):
         priced("gather", 1, [1, 1], [1])

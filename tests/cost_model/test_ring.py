@@ -509,6 +509,21 @@ def test_a_block_that_is_cut_out_is_copied(form: Any, copied_bytes: float) -> No
     assert slower.partials_s - cut.partials_s == pytest.approx(1e-3 * copies)
 
 
+def test_every_hop_stops_the_device() -> None:
+    """A ring of four has three steps with hops, of two pieces if they go both ways."""
+    stops = dataclasses.replace(_PLAIN, async_overhead_s=1e-3)
+    scatter = _scatter(8000, 500, 1000, 4, 2, fused=False)
+    # Half way round, with two devices each way: one step of whole shards, and one of halves.
+    halfway = _work(directions=2, halves=(_HALF,))
+    for work, hops in ((_gather(4000, 1000, 1000, 4), 3), (scatter, 6), (halfway, 4)):
+        plain, stopped = (estimate(work, Axis(each, 4)) for each in (_PLAIN, stops))
+        assert stopped.partials_s - plain.partials_s == pytest.approx(hops * 1e-3)
+        taking_turns = dataclasses.replace(_PLAIN, overlaps=False)
+        assert estimate(work, Axis(dataclasses.replace(stops, overlaps=False), 4)) == estimate(
+            work, Axis(taking_turns, 4)
+        )
+
+
 def test_kernels_beside_a_librarys_matmuls_place_what_a_gather_makes() -> None:
     work = _gather(4000, 1000, 1000, 4)
     plain = estimate(work, Axis(_PLAIN, 4))

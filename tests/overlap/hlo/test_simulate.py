@@ -568,7 +568,18 @@ def test_on_gpus_collectives_take_turns() -> None:
     gpu = by_name("h100")
     body = start("s", "x") + start("t", "x", LEFT) + done("d", "s") + done("e", "t")
     timeline = simulate(parse(text(body)), gpu, Topology.switch(4, gpu))
-    assert timeline.exposed_s == pytest.approx(2 * X_BYTES / gpu.axis_bytes_per_s)
+    # Each of them starts, in turn, and stops compute for a while, which hides as much.
+    assert timeline.compute_s == pytest.approx(2 * gpu.async_overhead_s)
+    assert timeline.total_s == pytest.approx(2 * X_BYTES / gpu.axis_bytes_per_s)
+    assert f"stops compute for {gpu.async_overhead_s * 1e6:g} µs" in " ".join(timeline.assumptions)
+    assert [e.opcode for e in timeline.events if e.kind == "compute"] == ["starting a collective"] * 2
+
+
+def test_what_is_waited_for_at_once_stops_a_gpu_for_no_longer() -> None:
+    gpu = by_name("h100")
+    whole = f"  %g = {X} all-to-all(%x), {ALL}, dimensions={{0}}\n"
+    timeline = simulate(parse(text(whole)), gpu, Topology.switch(4, gpu))
+    assert timeline.compute_s == 0 < timeline.exposed_s
 
 
 def test_on_cpus_nothing_is_hidden() -> None:
