@@ -217,6 +217,7 @@ def pricer(sizes: Sizes, axis: Axis, *, psum: bool = False) -> Pricer:
                 moved_bytes=sizes.moved_bytes,
                 matmuls=sizes.dots(WHOLE, WHOLE),
                 piece=piece_in_turn(sizes, form),
+                hands_out_gathered=isinstance(sizes, GatherSizes) and sizes.hands_out_gathered,
             )
             return offloaded_estimate(work, as_written(), axis)
         rings = sizes.work(form, axis)

@@ -121,6 +121,7 @@ class InTurn:
       moved_bytes: of the whole array.
       matmuls: the dots.
       piece: one piece of each.
+      hands_out_gathered: whether the gathered array is also needed whole. It is of no strips.
     """
 
     collective: Offloaded
@@ -129,6 +130,7 @@ class InTurn:
     moved_bytes: float
     matmuls: tuple[Matmul, ...]
     piece: tuple[Matmul, ...]
+    hands_out_gathered: bool = False
 
     @property
     def gathers(self) -> bool:
@@ -142,7 +144,8 @@ def offloaded_estimate(work: InTurn, as_written: Estimate, axis: Axis) -> Estima
     Strips of what is gathered are cut out before. A TPU's dots make strips in their place in the result; on
     GPUs those are put together after. Pieces of rows are placed one by one. Of a sum each strip is cut out,
     and each piece placed, by a copy of its own; where matmuls are a library's, what a piece has of an operand
-    is copied for it, and all pieces are put together at the end.
+    is copied for it, and all pieces are put together at the end. Pieces of rows are placed too
+    where what is gathered is needed whole.
 
     Args:
       work: the pieces.
@@ -221,12 +224,16 @@ def _copies(work: InTurn, axis: Axis) -> _Copies:
         results_bytes /= axis.size
     held_bytes = min(1.0, 2 / work.pieces) * work.moved_bytes
     added_bytes = held_bytes - work.moved_bytes
+    # What is needed whole counts as a result, as with rings; XLA:GPU needs memory for it and for the pieces.
+    whole_bytes = work.moved_bytes if work.hands_out_gathered else 0.0
+    if hardware.lone_matmuls:
+        added_bytes += whole_bytes
     overhead_s = hardware.copy_overhead_s
     if not work.gathers and hardware.lone_matmuls:
         # A GPU's all_reduce adds up in place.
-        added_bytes = held_bytes + results_bytes if work.collective == "all_reduce" else added_bytes
+        in_place = work.collective == "all_reduce"
         return _Copies(
-            added_bytes=added_bytes,
+            added_bytes=(held_bytes if in_place else added_bytes) + results_bytes,
             cut_s=overhead_s + copied_s(_cut_bytes(work.piece, work.matmuls)),
             after_s=overhead_s + copied_s(results_bytes),
         )
@@ -243,8 +250,9 @@ def _copies(work: InTurn, axis: Axis) -> _Copies:
             place_s=overhead_s + place_s,
         )
     if not work.across:
-        started_s = len(work.matmuls) * overhead_s if hardware.lone_matmuls else 0.0
-        place_s = started_s + copied_s(results_bytes / work.pieces)
+        placed = len(work.matmuls) + work.hands_out_gathered
+        started_s = placed * overhead_s if hardware.lone_matmuls else 0.0
+        place_s = started_s + copied_s((results_bytes + whole_bytes) / work.pieces)
         return _Copies(added_bytes=added_bytes + results_bytes / work.pieces, place_s=place_s)
     before_s = copied_s(work.moved_bytes / axis.size, CUTTING if hardware.network == "torus" else 1.0)
     added_bytes += work.moved_bytes / axis.size

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from cost_model import Axis, Matmul, Topology, by_name, matmul_s, pipeline
+from cost_model import Axis, Hardware, Matmul, Topology, by_name, matmul_s, pipeline
 from cost_model.explanation import explain
 from cost_model.form import Form
 from cost_model.offloaded import counts, in_words, is_offloaded, sums_whole
@@ -44,6 +44,22 @@ def test_pieces_of_a_sum_on_a_gpu_by_hand() -> None:
     dots_s += 3 * H100.async_overhead_s
     assert found.partials_s == pytest.approx(dots_s + together_s)
     assert found.overlapped_s == pytest.approx(dots_s + hop_s + together_s)
+
+
+@pytest.mark.parametrize("hardware", [H100, TPU7X], ids=lambda hardware: hardware.name)
+def test_what_is_gathered_is_put_together_where_it_is_needed_whole(hardware: Hardware) -> None:
+    """By a copy of each piece; XLA:GPU needs memory for it."""
+    axis, form = Axis(hardware, 8), Form(route="all_gather", chains=4)
+    gathered_bytes = 2 * 16384 * 8192
+    plain, whole = (
+        price(chain_of("all_gather_dot", 16384, 8192, 8192, handed_out=handed_out), form, axis)
+        for handed_out in (False, True)
+    )
+    starts_s = 4 * hardware.copy_overhead_s if hardware == H100 else 0.0
+    copies_s = 2 * gathered_bytes / hardware.hbm_bytes_per_s + starts_s
+    assert whole.partials_s - plain.partials_s == pytest.approx(copies_s)
+    kept_bytes = gathered_bytes if hardware == H100 else 0
+    assert whole.added_bytes - plain.added_bytes == pytest.approx(kept_bytes)
 
 
 def test_a_gpus_all_reduce_in_pieces_needs_memory_that_the_whole_does_not() -> None:
