@@ -16,6 +16,9 @@ COUNTED: Final = (0.3, 3.0)
 SLOWER: Final = 1.01
 """Over the original's time: what counts as slower."""
 
+ROUNDING_BYTES: Final = 4096
+"""What a few buffers more come to, each rounded up (to 256 bytes on GPUs): no memory that anyone misses."""
+
 EFFICIENCY: Final = {AUTO: 0.85, VERIFY: 0.92}
 SPEED_UP: Final = {AUTO: 1.15, VERIFY: 1.25}
 """Figures to reach: geometric means of the limit over the time, and of the better XLA mode over it."""
@@ -173,10 +176,10 @@ def slower(row: Row, version: str) -> bool:
 
 
 def more_memory(row: Row, version: str) -> bool:
-    """Whether a version needs more temporary memory than the original."""
+    """Whether a version needs more temporary memory than the original, by more than `ROUNDING_BYTES`."""
     if version not in row.versions:
         return False
-    return row.versions[version].temp_bytes > row.versions[ORIGINAL].temp_bytes
+    return row.versions[version].temp_bytes > row.versions[ORIGINAL].temp_bytes + ROUNDING_BYTES
 
 
 def compiling(row: Row, version: str) -> float | None:
