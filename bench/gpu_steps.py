@@ -1,9 +1,11 @@
 """What programs for eight GPUs compute, measured on one: their collectives are started, and move nothing.
 
-    python -m bench.gpu_steps               writes bench/results/gpu_steps.*, in a minute or two
+    python -m bench.gpu_steps               writes bench/results/gpu_steps.*, in a quarter of an hour
+    python -m bench.gpu_steps --resume FILE keeps every program in FILE, and goes on where FILE ends
     python -m bench.gpu_steps --stored      prices what was measured again
 
-jax's mock topology makes one GPU the first of eight. The programs are those of `bench.gpu_schedules`,
+jax's mock topology makes one GPU the first of eight. The programs are those of `bench.gpu_schedules`, all of
+their collectives rewritten, and training steps that `bench.layers` draws, under ``policy="auto"``; they are
 compiled with the GPU's own autotuning, and run. What they compute is wrong, and how long it takes is real: a
 ring's partial matmuls, its copies and its additions, beside the one matmul of the original. The same compiled
 programs are timed by the cost model (`overlap.hlo.simulate`), without their collectives. One GPU is needed.
@@ -14,15 +16,17 @@ programs are timed by the cost model (`overlap.hlo.simulate`), without their col
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import gzip
 import json
 import math
 import os
+import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -33,14 +37,17 @@ if __name__ == "__main__":
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh
 
+from bench import layers
 from bench.schedules import grid, programs
+from bench.schedules.case import Case, Slice
 from bench.schedules.order import order
 from bench.schedules.run import RESULTS, versions, write
 from bench.schedules.tables import table
 from bench.versions import spelled
 from cost_model import Topology, by_name
+from cost_model.calibration import base_hardware
 from overlap import overlap_collectives
 from overlap.compiled_memory import temporary_bytes
 from overlap.hlo.parse import parse
@@ -51,12 +58,16 @@ PROGRAMS: Final = f"{NAME}_programs.json.gz"
 """The compiled programs' text, by row and version."""
 
 DEVICES: Final = 8
+STEPS: Final = 16
+"""Training steps that are drawn."""
+
 ROUNDS: Final = 7
 TARGET_S: Final = 0.03
-VERSIONS: Final[Mapping[str, Callable[[Any], Any]]] = {
-    "original": lambda function: function,
-    "ring": lambda function: overlap_collectives(function, policy="always", strict=True),
-}
+ORIGINAL: Final = "original"
+RING: Final = "ring"
+AUTO: Final = "auto"
+
+_METADATA: Final = re.compile(r", metadata=\{[^{}]*\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +75,10 @@ class Measured:
     """A program's versions, as they ran.
 
     Attributes:
-      name: of the case.
+      name: of the program.
       versions: per version its seconds, their spread (the longest over the shortest, less 1), and the bytes
         of temporary memory.
-      programs: per version its compiled text.
+      programs: per version its compiled text, without metadata.
     """
 
     name: str
@@ -75,22 +86,77 @@ class Measured:
     programs: Mapping[str, str]
 
 
-def mesh_of_one() -> Mesh:
-    """Eight devices, of which the first is the attached GPU and the others do not exist."""
+def mock_eight() -> None:
+    """Makes the attached GPU the first of eight devices, of which the others do not exist."""
     jax.config.update("jax_mock_gpu_topology", f"1x{DEVICES}x1")
-    return Mesh(np.array(jax.devices()), (programs.AXIS,), axis_types=(AxisType.Auto,))
 
 
-def arguments(problem: programs.Problem, mesh: Mesh) -> list[jax.Array]:
-    """Arrays of a program, of random values, of which this device's shards exist."""
-    some = np.random.default_rng(0).standard_normal(1 << 20, np.float32) / 64
-    found: list[jax.Array] = []
-    for shape, spec in zip(problem.shapes, problem.in_specs, strict=True):
-        sharding = NamedSharding(mesh, spec)
-        own = np.resize(some.astype(problem.dtype), sharding.shard_shape(shape))
-        shard = jax.device_put(own, jax.local_devices()[0])
-        found.append(jax.make_array_from_single_device_arrays(shape, sharding, [shard]))
+def sliced(device_kind: str) -> Slice:
+    """Eight such GPUs behind one switch."""
+    hardware = base_hardware(device_kind, "gpu").name
+    return Slice(topology=f"{hardware}:{DEVICES}", hardware=hardware, mesh_shape=(DEVICES,))
+
+
+def to_measure(where: Slice) -> dict[str, Callable[[], Measured]]:
+    """Name → what measures a program: those of the grid, and then training steps."""
+    found: dict[str, Callable[[], Measured]] = {}
+    for case in grid.gpu_cases(where):
+        found[case.name] = functools.partial(of_case, case)
+    for each in layers.drawn(STEPS, layers.SEED, (where,)):
+        found[each.name] = functools.partial(of_step, each)
     return found
+
+
+def of_case(case: Case) -> Measured:
+    """A program of the grid as written, and with all of its collectives rewritten."""
+    problem = programs.problem(case)
+    mesh = Mesh(np.array(jax.devices()), (programs.AXIS,), axis_types=(AxisType.Auto,))
+    original = programs.manual(problem, mesh)
+    versions = {
+        ORIGINAL: original,
+        RING: overlap_collectives(original, policy="always", strict=True),
+    }
+    return row(case.name, versions, programs.operands(problem, mesh))
+
+
+def of_step(each: layers.Drawn) -> Measured:
+    """A training step as written, and as ``"auto"`` rewrites it where it does."""
+    program = each.program
+    mesh = program.make_mesh()
+    original, operands = program.make(mesh), program.shapes(mesh, "real")
+    ours = overlap_collectives(original, policy="auto", strict=True)
+    versions = {ORIGINAL: original}
+    if any(site.rewritten for site in ours.explain(*operands).sites):
+        versions[AUTO] = ours
+    return row(each.name, versions, operands)
+
+
+def row(name: str, versions: Mapping[str, Any], operands: Sequence[Any]) -> Measured:
+    """A program's versions, compiled and measured."""
+    values = jax.tree.map(array, operands)
+    compiled = {version: each.trace(*values).lower().compile() for version, each in versions.items()}
+    times = step_s({version: functools.partial(each, *values) for version, each in compiled.items()})
+    found = Measured(
+        name=name,
+        versions={
+            version: {
+                "measured_s": times[version][0],
+                "spread": times[version][1],
+                "temp_bytes": temporary_bytes(each),
+            }
+            for version, each in compiled.items()
+        },
+        programs={version: _METADATA.sub("", each.as_text()) for version, each in compiled.items()},
+    )
+    jax.clear_caches()
+    return found
+
+
+def array(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Random values, of which the shards of this process' devices exist."""
+    some = np.random.default_rng(0).standard_normal(1 << 20, np.float32) / 64
+    shard = np.resize(some.astype(like.dtype), like.sharding.shard_shape(like.shape))
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda _: shard)
 
 
 def step_s(calls: Mapping[str, Callable[[], Any]]) -> dict[str, tuple[float, float]]:
@@ -113,31 +179,9 @@ def step_s(calls: Mapping[str, Callable[[], Any]]) -> dict[str, tuple[float, flo
     return {name: (statistics.median(of), max(of) / min(of) - 1) for name, of in times.items()}
 
 
-def row(name: str, problem: programs.Problem, mesh: Mesh) -> Measured:
-    """Both versions of a program, compiled and measured."""
-    original = programs.manual(problem, mesh)
-    values = arguments(problem, mesh)
-    compiled = {
-        version: make(original).trace(*values).lower().compile() for version, make in VERSIONS.items()
-    }
-    times = step_s({version: functools.partial(each, *values) for version, each in compiled.items()})
-    return Measured(
-        name=name,
-        versions={
-            version: {
-                "measured_s": times[version][0],
-                "spread": times[version][1],
-                "temp_bytes": temporary_bytes(each),
-            }
-            for version, each in compiled.items()
-        },
-        programs={version: each.as_text() for version, each in compiled.items()},
-    )
-
-
-def priced(measured: Measured) -> dict[str, Any]:
+def priced(measured: Measured, where: Slice) -> dict[str, Any]:
     """What was measured, beside what the cost model says of the same programs."""
-    topology = Topology.axis(DEVICES, by_name("h100"))
+    topology = Topology.axis(DEVICES, by_name(where.hardware))
     found = {}
     for version, figures in measured.versions.items():
         module = parse(measured.programs[version])
@@ -171,49 +215,68 @@ def stored() -> tuple[list[Measured], Mapping[str, Any]]:
 
 def page(content: Mapping[str, Any]) -> str:
     """The results, for people."""
-    lines = []
-    for each in content["rows"]:
-        one, ring = each["versions"]["original"], each["versions"]["ring"]
-        measured, modelled = (ring[kind] / one[kind] for kind in ("measured_s", "modelled_s"))
-        lines.append(
-            (
-                each["name"],
-                _times(one),
-                _times(ring),
-                f"{measured:.2f} / {modelled:.2f}",
-                f"`{ring['order']}`",
-                f"{ring['idle']} of {ring['permutes']}",
-                f"{ring['temp_bytes'] / 1e6:.1f} / {one['temp_bytes'] / 1e6:.1f}",
-            )
-        )
+    rows = content["rows"]
+    cases = [each for each in rows if RING in each["versions"]]
+    steps = [each for each in rows if RING not in each["versions"]]
     said = spelled(content["versions"])
+    parts = [
+        "# What programs for eight GPUs compute",
+        f"Measured / modelled, on one {content['device_kind']} as the first of eight. Collectives start "
+        "and move nothing, so these are the times of computing alone; what hides is not seen here. Times and "
+        "memory are those of programs with the GPU's own autotuning.",
+        "Programs are as they were rewritten on the day they were measured; for what these times have told, "
+        "other schedules may be chosen since.",
+        f"Made with {said}.",
+        "## The programs of `gpu_schedules`, all their collectives rewritten where that is legal",
+        f"Modelled times are off by {_summary(cases)}.",
+        _table(cases, RING),
+        '## Training steps as people write them, under `policy="auto"`',
+        "The first that `bench.layers` draws for eight such GPUs; where nothing is rewritten there is one "
+        f"time. Modelled times are off by {_summary(steps)}.",
+        _table(steps, AUTO),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def errors(rows: Sequence[Mapping[str, Any]], version: str) -> list[float]:
+    """How far the modelled times of a version are off, of the rows that have it."""
+    return [abs(_off(each["versions"][version])) for each in rows if version in each["versions"]]
+
+
+def _summary(rows: Sequence[Mapping[str, Any]]) -> str:
+    return " and ".join(
+        f"{statistics.median(off):.1%} in the median (at most {max(off):.0%}) for {named}"
+        for version, named in ((ORIGINAL, "the originals"), (RING, "the rings"), (AUTO, "what is rewritten"))
+        if (off := errors(rows, version))
+    )
+
+
+def _table(rows: Sequence[Mapping[str, Any]], version: str) -> str:
+    """The rows as written and in another version, whose short orders are shown too."""
+    in_short = version == RING
+    lines = []
+    for each in rows:
+        one, other = each["versions"][ORIGINAL], each["versions"].get(version)
+        cells = ["–"] * 4
+        if other is not None:
+            measured, modelled = (other[kind] / one[kind] for kind in ("measured_s", "modelled_s"))
+            cells = [
+                _times(other),
+                f"{measured:.3f} / {modelled:.3f}",
+                f"{other['idle']} of {other['permutes']}",
+                f"{other['temp_bytes'] / 1e6:.1f} / {one['temp_bytes'] / 1e6:.1f}",
+            ]
+        lines.append((each["name"], _times(one), *cells, *([f"`{other['order']}`"] if in_short else [])))
     headings = (
         "row",
         "original, µs",
-        "ring, µs",
-        "ring / original",
-        "order",
+        f"{version}, µs",
+        f"{version} / original",
         "permutes without a matmul",
-        "temporary MB, ring / original",
+        f"temporary MB, {version} / original",
+        *(["order"] if in_short else []),
     )
-    off = {
-        version: [abs(_off(each["versions"][version])) for each in content["rows"]] for version in VERSIONS
-    }
-    summary = " and ".join(
-        f"{statistics.median(errors):.1%} in the median (at most {max(errors):.0%}) for the {version}s"
-        for version, errors in off.items()
-    )
-    parts = [
-        "# What programs for eight GPUs compute",
-        f"Measured / modelled, on one {content['device_kind']}: the programs of `gpu_schedules`, all their "
-        "collectives rewritten where that is legal, as the first of eight devices. Collectives are started "
-        "and move nothing, so these are the times of computing alone; what hides is not seen here. Times and "
-        "memory are those of programs with the GPU's own autotuning.",
-        f"Made with {said}.",
-        f"Modelled times are off by {summary}.",
-        table(headings, lines),
-    ]
-    return "\n\n".join(parts) + "\n"
+    return table(headings, lines)
 
 
 def _off(of: Mapping[str, Any]) -> float:
@@ -231,26 +294,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--stored", action="store_true", help="price the programs in bench/results again; needs no GPU"
     )
+    parser.add_argument(
+        "--resume", type=Path, metavar="FILE", help="keep rows in FILE (.gz), and go on there"
+    )
     options = parser.parse_args(argv)
     if options.stored:
         rows, made_with = stored()
     else:
-        mesh = mesh_of_one()
+        mock_eight()
         device = jax.local_devices()[0]
         if device.platform != "gpu":
             print(f"bench.gpu_steps: needs a GPU, and jax has found {device.device_kind}", file=sys.stderr)
             return 2
-        rows = []
-        for case in grid.gpu_cases():
-            rows.append(row(case.name, programs.problem(case), mesh))
-            print(rows[-1].name, rows[-1].versions, flush=True)
+        rows = list(measured(to_measure(sliced(device.device_kind)), options.resume))
         made_with = {"device_kind": device.device_kind, "versions": versions()}
-    content = {"schema": 1, "kind": "measured", **made_with, "rows": list(map(priced, rows))}
+    where = sliced(made_with["device_kind"])
+    content = {"schema": 2, "kind": "measured", **made_with, "rows": [priced(each, where) for each in rows]}
     write(options.out, NAME, page(content), content)
     with gzip.GzipFile(options.out / PROGRAMS, "wb", mtime=0) as file:
         file.write(json.dumps({each.name: each.programs for each in rows}).encode())
     print(page(content))
     return 0
+
+
+def measured(wanted: Mapping[str, Callable[[], Measured]], kept: Path | None) -> Iterator[Measured]:
+    """The rows, those in a file of an earlier run first, to which the others are added."""
+    found: dict[str, Measured] = {}
+    if kept is not None and kept.exists():
+        with gzip.open(kept, "rt", encoding="utf-8") as file:
+            found = {of["name"]: Measured(**of) for of in map(json.loads, file)}
+    for name, measure in wanted.items():
+        if name not in found:
+            found[name] = measure()
+            print(name, found[name].versions, flush=True)
+            if kept is not None:
+                with gzip.open(kept, "at", encoding="utf-8") as file:
+                    print(json.dumps(dataclasses.asdict(found[name])), file=file)
+        yield found[name]
 
 
 if __name__ == "__main__":

@@ -77,16 +77,16 @@ class Drawn:
         return layers.program(self.choices, self.slice.devices, sizes)
 
 
-def drawn(count: int, seed: int) -> list[Drawn]:
+def drawn(count: int, seed: int, slices: Sequence[Slice] = SLICES) -> list[Drawn]:
     """So many steps, chips in turn."""
-    chips = list(dict.fromkeys(each.chip for each in SLICES))
+    chips = list(dict.fromkeys(each.chip for each in slices))
     found: dict[str, Drawn] = {}
     number = 0
     while len(found) < count:
         draw = random.Random(f"{seed} {number}")
         choices = layers.drawn(draw)
         chip = chips[len(found) % len(chips)]
-        where = draw.choice([s for s in SLICES if s.chip == chip and len(s.mesh_shape) == 1])
+        where = draw.choice([s for s in slices if s.chip == chip and len(s.mesh_shape) == 1])
         width, length, tokens = draw.choice(WIDTHS), draw.choice(LENGTHS), draw.choice(TOKENS)
         each = Drawn(
             slice=where,

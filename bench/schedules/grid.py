@@ -65,10 +65,10 @@ def tpu_cases() -> tuple[Case, ...]:
     return tuple(case for case in ranked if case is not None)
 
 
-def gpu_cases() -> tuple[Case, ...]:
+def gpu_cases(where: Slice = H100) -> tuple[Case, ...]:
     """The rows for eight GPUs: every pattern in two sizes of alternating widths."""
     return tuple(
-        Case(slice=H100, pattern=pattern, width=WIDTHS[(number + turn) % len(WIDTHS)], tokens=tokens)
+        Case(slice=where, pattern=pattern, width=WIDTHS[(number + turn) % len(WIDTHS)], tokens=tokens)
         for turn, tokens in enumerate(GPU_TOKENS)
         for number, pattern in enumerate(PATTERNS)
     )
