@@ -91,7 +91,8 @@ class Candidate:
       steps: ring steps with partial dots, P; of a form with columns those of all columns. Where whole shards
         go half way round they are half as many, and their dots differ: step_dots_s is the mean.
       hops: ring steps with a hop.
-      step_dots_s: partial dots of one step, with the additions and copies between them, on average.
+      step_dots_s: partial dots of one step, with the additions and copies between them, and what hops stop
+        the device for, on average.
       step_hop_s: all hops of one step, on average.
       hop_bound: "bandwidth", or "latency" where smaller shards would travel no faster.
       prologue_s: before the first hop has anything to send: a scatter ring's first partial dots.
@@ -202,6 +203,11 @@ class Explanation:
                 lines.append(
                     f"No rate of {dtype} is known on {hardware.name}: the slowest of those listed is taken."
                 )
+        if hardware.overlaps and hardware.async_overhead_s:
+            lines.append(
+                f"Every hop beside dots stops this hardware for {_us(hardware.async_overhead_s).strip()}, "
+                "which the dots' times above have in them."
+            )
         if not hardware.overlaps:
             lines.append("This hardware runs no communication beside compute: hops and dots take turns.")
         return "\n".join(lines)

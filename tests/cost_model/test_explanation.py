@@ -223,6 +223,8 @@ class TestTerms:
             assert words in text
         assert "left as it is" in str(explain(gather(m=16, k=128, n=128), RING))
         assert "take turns" in str(explain(gather(), Axis(by_name("cpu"), 4)))
+        assert "stops this hardware for 10.0 µs" in str(explain(gather(), Axis(by_name("h100"), 4)))
+        assert "stops this hardware" not in str(explain(gather(), Axis(by_name("tpu_v5p"), 4)))
         assert "a line, no wraparound" in str(explain(gather(), Axis(by_name("tpu_v5e"), 4)))
 
     def test_forms_are_listed_the_fastest_first_and_apart_by_the_memory_that_they_need(self) -> None:
