@@ -72,7 +72,7 @@ bench-nets: ## random MLPs of several layers, with and without gradients, by the
 bench-programs: ## training steps of a layer for five TPUs, by the TPU compiler (half an hour)
 	@$(ready) && "$$python" -m bench.tpu_programs $(BENCH_ARGS)
 
-bench-layers: ## training steps as people write them, drawn, by the TPU compiler (half an hour)
+bench-layers: ## training steps as people write them, drawn, by the TPU compiler (two hours)
 	@$(ready) && "$$python" -m bench.layers $(BENCH_ARGS)
 
 bench-gpu: ## compares schedules by the GPU compiler, in an environment of its own; needs no GPU

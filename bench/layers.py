@@ -28,7 +28,7 @@ from bench.step_runs import Benchmark
 from bench.steps import Step
 
 SEED: Final = 20261129
-COUNT: Final = 60
+COUNT: Final = 95
 
 WIDTHS: Final = (2048, 4096, 8192)
 LENGTHS: Final = (1024, 2048, 4096)
