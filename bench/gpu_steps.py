@@ -43,7 +43,8 @@ from bench import layers
 from bench.schedules import grid, programs
 from bench.schedules.case import Case, Slice
 from bench.schedules.order import order
-from bench.schedules.run import RESULTS, versions, write
+from bench.schedules.rows import AUTO, ORIGINAL
+from bench.schedules.run import RESULTS, keep, kept, versions, write
 from bench.schedules.tables import table
 from bench.versions import spelled
 from cost_model import Topology, by_name
@@ -63,9 +64,8 @@ STEPS: Final = 16
 
 ROUNDS: Final = 7
 TARGET_S: Final = 0.03
-ORIGINAL: Final = "original"
 RING: Final = "ring"
-AUTO: Final = "auto"
+"""Of the grid's programs: with all their collectives rewritten."""
 
 _METADATA: Final = re.compile(r", metadata=\{[^{}]*\}")
 
@@ -201,11 +201,11 @@ def stored() -> tuple[list[Measured], Mapping[str, Any]]:
     content = json.loads((RESULTS / f"{NAME}.json").read_text("utf-8"))
     with gzip.open(RESULTS / PROGRAMS, "rt", encoding="utf-8") as file:
         texts = json.load(file)
-    kept = ("measured_s", "spread", "temp_bytes")
+    figures = ("measured_s", "spread", "temp_bytes")
     rows = [
         Measured(
             name=each["name"],
-            versions={v: {k: of[k] for k in kept} for v, of in each["versions"].items()},
+            versions={v: {k: of[k] for k in figures} for v, of in each["versions"].items()},
             programs=texts[each["name"]],
         )
         for each in content["rows"]
@@ -215,9 +215,7 @@ def stored() -> tuple[list[Measured], Mapping[str, Any]]:
 
 def page(content: Mapping[str, Any]) -> str:
     """The results, for people."""
-    rows = content["rows"]
-    cases = [each for each in rows if RING in each["versions"]]
-    steps = [each for each in rows if RING not in each["versions"]]
+    cases, steps = apart(content["rows"])
     said = spelled(content["versions"])
     parts = [
         "# What programs for eight GPUs compute",
@@ -236,6 +234,12 @@ def page(content: Mapping[str, Any]) -> str:
         _table(steps, AUTO),
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def apart(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """The rows of the grid, and those of training steps."""
+    cases = [each for each in rows if RING in each["versions"]]
+    return cases, [each for each in rows if RING not in each["versions"]]
 
 
 def errors(rows: Sequence[Mapping[str, Any]], version: str) -> list[float]:
@@ -294,9 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--stored", action="store_true", help="price the programs in bench/results again; needs no GPU"
     )
-    parser.add_argument(
-        "--resume", type=Path, metavar="FILE", help="keep rows in FILE (.gz), and go on there"
-    )
+    parser.add_argument("--resume", type=Path, metavar="FILE", help="rows done, one JSON object a line")
     options = parser.parse_args(argv)
     if options.stored:
         rows, made_with = stored()
@@ -306,8 +308,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if device.platform != "gpu":
             print(f"bench.gpu_steps: needs a GPU, and jax has found {device.device_kind}", file=sys.stderr)
             return 2
-        rows = list(measured(to_measure(sliced(device.device_kind)), options.resume))
         made_with = {"device_kind": device.device_kind, "versions": versions()}
+        of_rows = {"device_kind": device.device_kind, **versions()}
+        rows = list(measured(to_measure(sliced(device.device_kind)), options.resume, of_rows))
     where = sliced(made_with["device_kind"])
     content = {"schema": 2, "kind": "measured", **made_with, "rows": [priced(each, where) for each in rows]}
     write(options.out, NAME, page(content), content)
@@ -317,19 +320,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measured(wanted: Mapping[str, Callable[[], Measured]], kept: Path | None) -> Iterator[Measured]:
-    """The rows, those in a file of an earlier run first, to which the others are added."""
-    found: dict[str, Measured] = {}
-    if kept is not None and kept.exists():
-        with gzip.open(kept, "rt", encoding="utf-8") as file:
-            found = {of["name"]: Measured(**of) for of in map(json.loads, file)}
+def measured(
+    wanted: Mapping[str, Callable[[], Measured]], resume: Path | None, made_with: Mapping[str, str]
+) -> Iterator[Measured]:
+    """The rows; those in the file of an earlier run are not measured again, and others are added to it."""
+    before = [] if resume is None else [Measured(**of) for of in kept(resume, made_with)]
+    found = {each.name: each for each in before}
     for name, measure in wanted.items():
         if name not in found:
             found[name] = measure()
             print(name, found[name].versions, flush=True)
-            if kept is not None:
-                with gzip.open(kept, "at", encoding="utf-8") as file:
-                    print(json.dumps(dataclasses.asdict(found[name])), file=file)
+            if resume is not None:
+                keep(resume, dataclasses.asdict(found[name]), made_with)
         yield found[name]
 
 

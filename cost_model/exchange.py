@@ -31,12 +31,11 @@ def exchange_estimate(
     partial_s = sum((matmul_s(partial, hardware) for partial in partials), 0.0)
     exchanges = [axis.permute_s(block_bytes, distance) for distance in range(1, axis.size)]
     latencies = [axis.permute_s(0, distance) for distance in range(1, axis.size)]
-    stopped_s = hardware.async_overhead_s if hardware.overlaps else 0.0
-    beside = [max(partial_s + stopped_s, s) if hardware.overlaps else partial_s + s for s in exchanges]
+    beside = [max(partial_s + hardware.stops_s, s) if hardware.overlaps else partial_s + s for s in exchanges]
     return Estimate(
         dot_s=sum((matmul_s(matmul, hardware) for matmul in matmuls), 0.0),
         collective_s=axis.all_to_all_s(axis.size**2 * block_bytes),
-        partials_s=axis.size * partial_s + len(exchanges) * stopped_s,
+        partials_s=axis.size * partial_s + len(exchanges) * hardware.stops_s,
         hops_s=sum(exchanges),
         hop_latency_s=sum(latencies),
         overlapped_s=partial_s + sum(beside),

@@ -203,9 +203,9 @@ class Explanation:
                 lines.append(
                     f"No rate of {dtype} is known on {hardware.name}: the slowest of those listed is taken."
                 )
-        if hardware.overlaps and hardware.async_overhead_s:
+        if hardware.stops_s:
             lines.append(
-                f"Every hop beside dots stops this hardware for {_us(hardware.async_overhead_s).strip()}, "
+                f"Every hop beside dots stops this hardware for {_us(hardware.stops_s).strip()}, "
                 "which the dots' times above have in them."
             )
         if not hardware.overlaps:

@@ -150,9 +150,10 @@ class Hardware:
                 raise ValueError(
                     f"hardware {self.name!r}: {field} must be positive and finite, got {value!r}"
                 )
-        not_negative = ("accumulator_on_chip_bytes", "results_on_chip", "copy_overhead_s")
         for field in (
-            *not_negative,
+            "accumulator_on_chip_bytes",
+            "results_on_chip",
+            "copy_overhead_s",
             "async_overhead_s",
             "slicing",
             "clock_hz",
@@ -198,6 +199,11 @@ class Hardware:
     def keeps_sums(self) -> bool:
         """Whether partial sums may stay on chip from one partial matmul to the next."""
         return self.accumulator_on_chip_bytes > 0
+
+    @property
+    def stops_s(self) -> float:
+        """For how long a hop beside dots stops the device; 0 where none runs beside them."""
+        return self.async_overhead_s if self.overlaps else 0.0
 
     @property
     def axis_bytes_per_s(self) -> float:

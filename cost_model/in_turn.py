@@ -55,7 +55,7 @@ def in_turn_estimate(
             f"each piece has one hop and is placed once, got {len(pieces_s)} pieces, {len(hops_s)} hops and "
             f"{len(placing_s)} times to place them"
         )
-    stops_s = [hardware.async_overhead_s if hardware.overlaps else 0.0] * len(pieces_s)
+    stops_s = [hardware.stops_s] * len(pieces_s)
     if not own_s:
         stops_s[0 if gathers else -1] = 0.0
     pieces_s = list(map(operator.add, pieces_s, stops_s))

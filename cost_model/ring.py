@@ -142,7 +142,8 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
     placed = on_chip(work, axis.size, hardware)
     dots = work.dots * (hardware.between_tiles if few_rows_between_tiles(work, axis.size) else 1.0)
     first_s = dots * _pieces_s(work, placed, hardware, adds=False) + copy_s
-    partial_s = dots * _pieces_s(work, placed, hardware, adds=True) + copy_s + _starting_s(work, hardware)
+    partial_s = dots * _pieces_s(work, placed, hardware, adds=True) + copy_s
+    partial_s += work.pieces * hardware.stops_s
     add_s = work.apart_bytes / hardware.hbm_bytes_per_s
     if turned:
         add_s = TURNING[hardware.receives_on_chip] * add_s + TURNING_S[hardware.receives_on_chip]
@@ -200,9 +201,9 @@ def _halfway_estimate(work: RingWork, axis: Axis, *, fetched: bool) -> Estimate:
     halved = dataclasses.replace(work, piece=work.halves, halves=())
     pairs, halves = (axis.size - 1) // 2, 1 - axis.size % 2
     dots_s = [work.pieces / 2 * _pieces_s(work, placed, hardware, adds=False) + copy_s]
-    starting_s = _starting_s(work, hardware)
-    dots_s += pairs * [work.pieces * _pieces_s(work, placed, hardware, adds=True) + 2 * copy_s + starting_s]
-    dots_s += halves * [work.pieces * _pieces_s(halved, placed, hardware, adds=True) + copy_s + starting_s]
+    stops_s = work.pieces * hardware.stops_s
+    dots_s += pairs * [work.pieces * _pieces_s(work, placed, hardware, adds=True) + 2 * copy_s + stops_s]
+    dots_s += halves * [work.pieces * _pieces_s(halved, placed, hardware, adds=True) + copy_s + stops_s]
 
     piece_bytes = _piece_bytes(work, hardware)
     pair_s, half_s, latency_s = (
@@ -225,11 +226,6 @@ def _halfway_estimate(work: RingWork, axis: Axis, *, fetched: bool) -> Estimate:
         overlapped_s=waited_s + work.columns * ring_s,
         added_bytes=_added_bytes(work, placed, axis),
     )
-
-
-def _starting_s(work: RingWork, hardware: Hardware) -> float:
-    """For how long the hops of a step stop the device, where they run beside its dots."""
-    return work.pieces * hardware.async_overhead_s if hardware.overlaps else 0.0
 
 
 def _ragged(work: RingWork, axis: Axis) -> bool:

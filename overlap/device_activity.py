@@ -137,17 +137,17 @@ class Directory:
                 # Names are unique but for those in fusions and reductions, which have no events.
                 if instruction.opcode not in _FREE:
                     self._instructions.setdefault(instruction.name, instruction)
-        self._kernels = {_kernel(name): name for name in reversed(self._instructions)}
+        for name, instruction in tuple(self._instructions.items()):
+            self._instructions.setdefault(_kernel(name), instruction)
         self._found: dict[str, Operation] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._instructions or name in self._kernels
+        return name in self._instructions
 
     def __call__(self, name: str) -> Operation:
         """What the instruction or kernel of this name does."""
         if name not in self._found:
-            exact = name if name in self._instructions else self._kernels.get(name, "")
-            instruction = self._instructions.get(exact)
+            instruction = self._instructions.get(name)
             self._found[name] = _by_name(name) if instruction is None else self._by_instruction(instruction)
         return self._found[name]
 

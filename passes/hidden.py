@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache, cached_property
 from typing import Final
 
-from cost_model import Axis, Estimate, Matmul, matmul_s
+from cost_model import Axis, Estimate, Hardware, Matmul, matmul_s
 from cost_model.list_schedule import Step, list_schedule
 from cost_model.offloaded import Beside, runs_beside
 from passes.blocks import REDUCTIONS
@@ -94,9 +94,14 @@ class Hidden:
         steps = [Step(needs, *times.get(op, (0.0, 0.0))) for op, needs in self._needs.items()]
         scheduled = list_schedule(steps, by_need=self._network.leaves_for_last)
         exposed_s = dict(zip(self._needs, scheduled.exposed_s, strict=True))
+        stops_s = self._hardware.stops_s
+        return {op: max(0.0, times[op][1] - exposed_s[op] - stops_s) for op in self._beside}
+
+    @property
+    def _hardware(self) -> Hardware:
+        """Known where a collective runs beside dots."""
         assert self._network.hardware is not None
-        stopped_s = self._network.hardware.async_overhead_s
-        return {op: max(0.0, times[op][1] - exposed_s[op] - stopped_s) for op in self._beside}
+        return self._network.hardware
 
     @cached_property
     def _needs(self) -> Mapping[int, tuple[int, ...]]:
@@ -107,8 +112,7 @@ class Hidden:
     @cached_property
     def _dots_s(self) -> Mapping[int, float]:
         """Seconds of each dot; those that are alike are priced once."""
-        hardware = self._network.hardware
-        assert hardware is not None
+        hardware = self._hardware
         priced = cache(lambda of: matmul_s(of, hardware))
         dots = (index for index, op in self._flow.live.items() if op.name == "dot_general")
         return {index: priced(self._matmul(self._flow.ops[index])) for index in dots}
@@ -116,8 +120,7 @@ class Hidden:
     @cached_property
     def _passes_s(self) -> Mapping[int, float]:
         """Seconds of each reduction, where it was seen to be a pass over an array that hides collectives."""
-        hardware = self._network.hardware
-        assert hardware is not None
+        hardware = self._hardware
         if hardware.network != "torus":
             return {}
         element_s = REDUCING * _FLOAT32_BYTES / hardware.hbm_bytes_per_s

@@ -63,8 +63,7 @@ def summary() -> dict[str, tuple[str, str]]:
     compiled, drawn = (
         json.loads((RESULTS / f"{name}.json").read_text())["summary"] for name in ("tpu_programs", "layers")
     )
-    chains = [row for row in steps_of_gpu["rows"] if "ring" in row["versions"]]
-    steps_alone = [row for row in steps_of_gpu["rows"] if "ring" not in row["versions"]]
+    chains, steps_alone = gpu_steps.apart(steps_of_gpu["rows"])
     off = {
         (what, version): statistics.median(gpu_steps.errors(rows, version))
         for what, rows, version in (

@@ -190,10 +190,8 @@ class _Simulation:
             "collective of groups takes all links of its groups for the time of the cost model's formula, "
             "whatever algorithm the compiler chose."
         )
-        if hardware.async_overhead_s:
-            sentences.append(
-                f"Each asynchronous collective stops compute for {hardware.async_overhead_s * 1e6:g} µs."
-            )
+        if hardware.stops_s:
+            sentences.append(f"Each asynchronous collective stops compute for {hardware.stops_s * 1e6:g} µs.")
         if not hardware.overlaps:
             sentences.append(f"On {hardware.name} nothing runs beside compute.")
         elif not hardware.opposite_hops_overlap:
@@ -276,7 +274,7 @@ class _Walk:
 
     def _stop(self, step: Step, repeats: int) -> None:
         """What an asynchronous collective costs the device however few its bytes."""
-        streams, seconds = self.streams, self.simulation.hardware.async_overhead_s
+        streams, seconds = self.streams, self.simulation.hardware.stops_s
         if seconds:
             start_s = streams.now_s
             streams.compute(seconds, step.instruction.name)

@@ -8,12 +8,14 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench import gpu_matmuls, gpu_steps
 from bench.schedules import grid, programs
 from bench.schedules.case import Case, Slice, Width
+from bench.schedules.rows import AUTO, ORIGINAL
 from bench.schedules.run import RESULTS
 from cost_model import Matmul
 from overlap import overlap_collectives
@@ -21,32 +23,34 @@ from overlap.calibration import FULL, QUICK
 from tests.passes import spmd
 
 
-def test_compute_of_stored_programs_is_priced_near_what_was_measured() -> None:
+@pytest.fixture(scope="module")
+def priced() -> list[dict[str, Any]]:
+    """The stored rows at today's prices."""
     rows, made_with = gpu_steps.stored()
     where = gpu_steps.sliced(made_with["device_kind"])
     assert [row.name for row in rows] == list(gpu_steps.to_measure(where))
-    priced = [gpu_steps.priced(row, where) for row in rows]
-    cases, steps = priced[: len(grid.gpu_cases())], priced[len(grid.gpu_cases()) :]
+    return [gpu_steps.priced(row, where) for row in rows]
+
+
+def test_compute_of_stored_programs_is_priced_near_what_was_measured(priced: list[dict[str, Any]]) -> None:
+    cases, steps = gpu_steps.apart(priced)
+    assert len(cases) == len(grid.gpu_cases())
     for group, version, median, most in (
-        (cases, gpu_steps.ORIGINAL, 0.09, 0.16),
+        (cases, ORIGINAL, 0.09, 0.16),
         (cases, gpu_steps.RING, 0.06, 0.16),
-        (steps, gpu_steps.ORIGINAL, 0.06, 0.20),
-        (steps, gpu_steps.AUTO, 0.06, 0.11),
+        (steps, ORIGINAL, 0.06, 0.20),
+        (steps, AUTO, 0.06, 0.11),
     ):
         off = gpu_steps.errors(group, version)
         assert statistics.median(off) < median
         assert max(off) < most
 
 
-def test_what_rings_add_to_whole_steps_is_priced_as_it_was_measured() -> None:
+def test_what_rings_add_to_whole_steps_is_priced_as_it_was_measured(priced: list[dict[str, Any]]) -> None:
     """Their dots, copies and stops together, over all steps in which there are some."""
-    rows, made_with = gpu_steps.stored()
-    where = gpu_steps.sliced(made_with["device_kind"])
-    priced = [gpu_steps.priced(row, where)["versions"] for row in rows]
+    rewritten = [each["versions"] for each in priced if AUTO in each["versions"]]
     added = {
-        kind: sum(
-            of[gpu_steps.AUTO][kind] - of[gpu_steps.ORIGINAL][kind] for of in priced if gpu_steps.AUTO in of
-        )
+        kind: sum(of[AUTO][kind] - of[ORIGINAL][kind] for of in rewritten)
         for kind in ("measured_s", "modelled_s")
     }
     assert added["modelled_s"] == pytest.approx(added["measured_s"], rel=0.2)
@@ -91,19 +95,19 @@ def test_a_program_is_measured_in_all_its_versions_and_kept(tmp_path: Path) -> N
     problem, mesh = programs.problem(case), spmd.mesh_of(4)
     original = programs.manual(problem, mesh)
     made = {
-        gpu_steps.ORIGINAL: original,
+        ORIGINAL: original,
         gpu_steps.RING: overlap_collectives(original, policy="always", strict=True),
     }
 
     def measure() -> gpu_steps.Measured:
         return gpu_steps.row(case.name, made, programs.operands(problem, mesh))
 
-    kept = tmp_path / "rows.gz"
-    (first,) = gpu_steps.measured({case.name: measure}, kept)
-    assert list(first.versions) == list(first.programs) == [gpu_steps.ORIGINAL, gpu_steps.RING]
+    kept, made_with = tmp_path / "rows.jsonl", {"jax": "1"}
+    (first,) = gpu_steps.measured({case.name: measure}, kept, made_with)
+    assert list(first.versions) == list(first.programs) == [ORIGINAL, gpu_steps.RING]
     assert all(of["measured_s"] > 0 for of in first.versions.values())
     assert not any("metadata=" in text for text in first.programs.values())
-    (again,) = gpu_steps.measured({case.name: pytest.fail}, kept)
+    (again,) = gpu_steps.measured({case.name: pytest.fail}, kept, made_with)
     assert again == first
     priced = gpu_steps.priced(first, where)["versions"]
-    assert priced[gpu_steps.ORIGINAL]["permutes"] == 0 < priced[gpu_steps.RING]["permutes"]
+    assert priced[ORIGINAL]["permutes"] == 0 < priced[gpu_steps.RING]["permutes"]
