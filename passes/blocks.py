@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, Final
 
 from jax.sharding import PartitionSpec
 
@@ -60,6 +60,9 @@ class _Rule:
 
 _RULES: dict[str, _Rule] = {}
 
+_SHARDINGS: Final = ("sharding", "out_sharding")
+"""Parameters that say how results are sharded."""
+
 
 def is_blockwise(primitive: str) -> bool:
     """Whether there is a rule for the primitive, for some dims at least."""
@@ -84,7 +87,7 @@ def blockwise(primitive: str, call: Call, side: int, dim: int, blocks: int) -> B
     rule = _RULES.get(primitive)
     if rule is None:
         return None
-    if not rule.sharded and any(shards(call.params.get(name)) for name in ("sharding", "out_sharding")):
+    if not rule.sharded and any(shards(call.params.get(name)) for name in _SHARDINGS):
         return None
     return rule.dims(call, side, dim, blocks)
 
@@ -92,6 +95,20 @@ def blockwise(primitive: str, call: Call, side: int, dim: int, blocks: int) -> B
 def shards(sharding: Any) -> bool:
     """Whether a sharding that an equation asks for, if any, does cut some dim."""
     return sharding is not None and any(entry is not None for entry in sharding.spec)
+
+
+def unsharded(params: Mapping[str, Any]) -> dict[str, Any]:
+    """An operation's parameters, for results of another rank, that are sharded along no dim: see `shards`.
+
+    What it says of the shardings of results has an entry for each of their dims.
+    """
+    return {name: None if name in _SHARDINGS else value for name, value in params.items()}
+
+
+def of_shape(aval: Any, shape: tuple[int, ...]) -> Any:
+    """A type with another shape, that is sharded along no dim; types have an entry for each of theirs."""
+    spec = aval.sharding.spec.update(partitions=(None,) * len(shape))
+    return aval.update(shape=shape, sharding=aval.sharding.update(spec=spec))
 
 
 def block_params(primitive: str, call: Call, dims: Blockwise, share: Fraction) -> Params:

@@ -18,7 +18,7 @@ from typing import Any, Final
 from jax import lax
 
 from cost_model.tile import SUBLANES
-from passes.blocks import is_elementwise, shards
+from passes.blocks import is_elementwise, of_shape, shards, unsharded
 from passes.collective import Collective, explicitly_sharded, read_collective, unsupported
 from passes.graph import Dataflow, Op, Operand
 
@@ -293,7 +293,7 @@ class _Writer:
 
     def _new(self, value: int, run: Run) -> int:
         aval = self.flow.avals[value]
-        self.avals.append(aval.update(shape=run.shape(aval.shape)))
+        self.avals.append(of_shape(aval, run.shape(aval.shape)))
         return len(self.avals) - 1
 
     def _reshape(self, like: Op, source: int, to: int) -> None:
@@ -319,4 +319,4 @@ def _dot_params(op: Op, dot: _Dot) -> Mapping[str, Any]:
     numbers = tuple(
         tuple(placed(dims, run) for dims, run in zip(role, dot.operands, strict=True)) for role in roles
     )
-    return {**op.params, "dimension_numbers": numbers}
+    return {**unsharded(op.params), "dimension_numbers": numbers}

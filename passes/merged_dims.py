@@ -19,7 +19,16 @@ from typing import Any, Final
 
 from cost_model.tile import SUBLANES
 from passes import shims
-from passes.blocks import REDUCTIONS, RESULT, Shape, blockwise, is_elementwise, shards
+from passes.blocks import (
+    REDUCTIONS,
+    RESULT,
+    Shape,
+    blockwise,
+    is_elementwise,
+    of_shape,
+    shards,
+    unsharded,
+)
 from passes.collective import Collective, explicitly_sharded, read_collective, unsupported
 from passes.dots import dot_dims
 from passes.gather_match import call_of
@@ -272,7 +281,7 @@ class _Apart:
 
     def _shaped(self, operand: Operand, parts: Parts | None) -> Any:
         aval = self.flow.aval(operand)
-        return aval if parts is None else aval.update(shape=parts.shape(aval.shape))
+        return aval if parts is None else of_shape(aval, parts.shape(aval.shape))
 
 
 def _changed(flow: Dataflow, op: Op, side: int, parts: Parts, reshape: Op) -> _Change | None:
@@ -284,7 +293,7 @@ def _changed(flow: Dataflow, op: Op, side: int, parts: Parts, reshape: Op) -> _C
     if dims is None:
         return None
     operands, result = dims
-    return _Change(operands, result, {**op.params, **_params(op, operands, result)}, reshape)
+    return _Change(operands, result, {**unsharded(op.params), **_params(op, operands, result)}, reshape)
 
 
 def _sides_apart(

@@ -13,7 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+from overlap import overlap_collectives
 from passes.flattened import flattened, flattenings
 from passes.graph import dataflow
 from tests.passes import bodies, spmd
@@ -184,3 +187,26 @@ def test_what_is_no_ring_stays_as_it_was_written() -> None:
         if eqn.primitive.name.startswith("all_gather") and eqn.invars[0].aval.shape == W
     ]
     assert len(gathers) == 1
+
+
+@pytest.mark.parametrize("out_sharding", [False, True])
+def test_beside_an_explicit_axis(out_sharding: bool) -> None:
+    """A type there has an entry for each of its dims: one of another rank is refused."""
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+
+    def body(x: Any, w: Any) -> Any:
+        whole = lax.all_gather(w, "x", axis=0, tiled=True)
+        asked = P(None, None, None) if out_sharding else None
+        return jnp.einsum("sd,dnh->snh", x, whole, out_sharding=asked)
+
+    step = jax.jit(
+        jax.shard_map(body, mesh=mesh, in_specs=(P("x"), P("x")), out_specs=P("x"), axis_names={"x"})
+    )
+    with jax.set_mesh(mesh):
+        x, w = (
+            jax.device_put(RNG.normal(size=shape).astype(np.float32), jax.NamedSharding(mesh, P("x")))
+            for shape in ((4, 16), (16, 8, 6))
+        )
+        decorated = overlap_collectives(step, policy="always", hardware="tpu_v5p", strict=True)
+        assert decorated.explain(x, w).rewritten
+        np.testing.assert_allclose(decorated(x, w), step(x, w), rtol=1e-5, atol=1e-5)
