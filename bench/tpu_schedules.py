@@ -5,7 +5,11 @@
     python -m bench.tpu_schedules --rows mlp --versions auto --renew    measures those, keeps the rest
     python -m bench.tpu_schedules --resume FILE      keeps every row in FILE, and goes on where FILE ends
 
+    python -m bench.tpu_schedules --offload          with collectives that run beside dots by themselves
+
 With a jax that does not start hops explicitly (0.10) the files are bench/results/tpu_schedules_implied.*.
+With --offload programs are compiled with the options of `overlap.offload_options`, on chips that have any,
+and the files are bench/results/tpu_schedules_offloaded.*.
 
 Needs libtpu, and no TPU. All times but those of compiling are modelled.
 """
@@ -28,15 +32,30 @@ TITLE: Final = "Schedules by the TPU compiler" + (
     "" if shims.EXPLICIT_STARTS else " where it places the starts of hops"
 )
 
+OFFLOADED: Final = (
+    "On v4, v5p and v6e programs are compiled with the options of `overlap.offload_options`, which have "
+    "all_gathers (v4), or all_gathers, all_reduces and reduce_scatters (v5p, v6e), run beside dots by "
+    "themselves. What is not this library's is compiled without them too, and the faster one counts. On v5e "
+    "and tpu7x there are no such options: those rows are those of [tpu_schedules](tpu_schedules.md)."
+)
+"""Of results with ``--offload``."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints, writes; the exit status is 1 where a figure is missed, 2 without libtpu."""
-    options = command.grid_parser(__doc__).parse_args(argv)
+    parser = command.grid_parser(__doc__)
+    command.offloading(parser)
+    options = parser.parse_args(argv)
+    name, title = (
+        (f"{NAME}_offloaded", f"{TITLE}, with collectives that are offloaded")
+        if options.offload
+        else (NAME, TITLE)
+    )
     cases = command.chosen(grid.tpu_cases(), options.rows)
-    if (status := command.nothing_to_measure(NAME, cases, options, tpu_target.missing)) is not None:
+    if (status := command.nothing_to_measure(name, cases, options, tpu_target.missing)) is not None:
         return status
     if options.worker:
-        run.work(cases, measure.tpu_mesh, options.versions)
+        run.work(cases, measure.tpu_mesh, options.versions, offloaded=options.offload)
         return 0
     made_with = run.versions("libtpu")
     rows = run.run(
@@ -48,20 +67,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         jobs=options.jobs,
         resume=options.resume,
         wanted=options.versions,
+        arguments=("--offload",) if options.offload else (),
     )
-    rows = command.with_stored(rows, NAME, grid.tpu_cases(), options)
+    rows = command.with_stored(rows, name, grid.tpu_cases(), options)
     found = summary.summarise(rows)
     print(f"\n{tables.headline(rows, found)}\n\n{tables.targets(found)}\n\n{tables.means(found)}\n")
     print(tables.misses(found))
-    notes = (*tables.NOTES, *tables.dates(rows))
+    notes = (*tables.NOTES, *([OFFLOADED] if options.offload else []), *tables.dates(rows))
     measured = {row.name for row in rows}
     if left := [case.name for case in grid.tpu_cases() if case.name not in measured]:
         notes = (*notes, f"Of the grid {len(left)} rows are not measured here: {', '.join(left)}.")
     if (folder := command.folder(options)) is not None:
-        page = tables.document(rows, found, made_with, title=TITLE, notes=notes)
-        run.write(folder, NAME, page, tables.content(rows, found, made_with, notes=notes))
-        plot.draw(rows, folder / f"{NAME}.svg", title=f"{TITLE}: modelled times against the limit")
-        print(f"\nWritten: {folder / NAME}.md, .json and .svg")
+        page = tables.document(rows, found, made_with, title=title, notes=notes)
+        run.write(folder, name, page, tables.content(rows, found, made_with, notes=notes))
+        plot.draw(rows, folder / f"{name}.svg", title=f"{title}: modelled times against the limit")
+        print(f"\nWritten: {folder / name}.md, .json and .svg")
     if (options.rows or VERIFY not in options.versions) and not options.renew:
         return 0 if found.rows else 1
     return 0 if all(version in found.slower and found.met(version) for version in OURS) else 1

@@ -35,7 +35,7 @@ those of v5e and v6e. In programs of several chains, of those MLPs in which a ri
 2 %.
 """
 
-from cost_model.hardware import Hardware
+from cost_model.hardware import OFFLOADABLE, Hardware
 
 
 def _gpu(
@@ -83,6 +83,17 @@ _HOPPER_FLOPS = (
     ("int8", 1.979e15),
 )
 
+_SPARSE_CORES = tuple(
+    (collective, f"xla_tpu_enable_sparse_core_collective_offload_{name}")
+    for collective, names in {
+        "all_gather": ("all_gather", "2d_all_gather", "3d_all_gather"),
+        "all_reduce": ("all_reduce",),
+        "reduce_scatter": ("reduce_scatter", "nd_reduce_scatter"),
+    }.items()
+    for name in names
+)
+"""Of axes along one dim of the torus, and along several."""
+
 _CHIPS = (
     Hardware(
         name="tpu_v4",
@@ -108,6 +119,7 @@ _CHIPS = (
         dcn_latency_s=1e-5,
         least_gain=0.05,
         least_gain_beside=0.08,
+        offload_options=(("all_gather", "xla_enable_async_all_gather"),),
     ),
     # Its compiler runs all_gathers within the dots beside them, and no other collective (libtpu 0.0.42 and
     # 0.0.50, by default: "async collective fusion").
@@ -135,6 +147,10 @@ _CHIPS = (
         least_gain=0.03,
         least_gain_beside=0.05,
         offloaded=("all_gather",),
+        offload_options=(
+            ("all_reduce", "xla_tpu_enable_async_collective_fusion_fuse_all_reduce"),
+            ("all_reduce", "xla_enable_async_all_reduce"),
+        ),
         dots_gather=True,
     ),
     Hardware(
@@ -161,6 +177,7 @@ _CHIPS = (
         dcn_latency_s=1e-5,
         least_gain=0.03,
         least_gain_beside=0.05,
+        offload_options=_SPARSE_CORES,
     ),
     Hardware(
         name="tpu_v6e",
@@ -186,6 +203,7 @@ _CHIPS = (
         dcn_latency_s=1e-5,
         least_gain=0.02,
         least_gain_beside=0.05,
+        offload_options=_SPARSE_CORES,
     ),
     # JAX sees each of a chip's two dies as a device: half of the chip's FLOP/s and memory bandwidth. The
     # links belong to the chip; an axis that runs through both dies of every chip has them to itself. Its
@@ -222,7 +240,8 @@ _CHIPS = (
         dcn_latency_s=1e-5,
         least_gain=0.01,
         least_gain_beside=0.05,
-        offloaded=("all_gather", "all_reduce", "reduce_scatter"),
+        offloaded=OFFLOADABLE,
+        offload_options=_SPARSE_CORES,
     ),
     _gpu(
         "a100",

@@ -42,6 +42,8 @@ class Cuttable:
       halfway: whether whole shards of a gather may go half way round.
       chunks: whether a psum may be cut into chunks.
       in_turn: whether pieces may go by collectives in turn.
+      whole_rows: whether the rows of what a gather's dots make are whole tiles. Of others TPU compilers turn
+        every piece, and the weights for each.
     """
 
     collective: Literal["all_gather", "reduce_scatter", "psum"]
@@ -52,6 +54,7 @@ class Cuttable:
     halfway: bool = False
     chunks: bool = False
     in_turn: bool = True
+    whole_rows: bool = True
 
     @property
     def gathers(self) -> bool:
@@ -150,6 +153,10 @@ def _in_turn(of: Cuttable, axis: Axis) -> Iterator[Form]:
     if of.strip:
         for pieces in counts(of.strip, LANES, axis.hardware):
             yield Form(route=route, chains=pieces, across=True)
-    elif route == "all_gather" and not of.sums and hides_rows(axis.hardware):
+    elif route == "all_gather" and not of.sums and hides_rows(axis.hardware) and _places_rows(of, axis):
         for pieces in counts(of.unit, of.tile_rows, axis.hardware, few=True):
             yield Form(route=route, chains=pieces)
+
+
+def _places_rows(of: Cuttable, axis: Axis) -> bool:
+    return of.whole_rows or axis.hardware.network != "torus"

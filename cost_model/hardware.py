@@ -17,7 +17,7 @@ LEAST_GAIN: Final = 0.05
 
 Offloaded = Literal["all_gather", "all_reduce", "reduce_scatter"]
 OFFLOADABLE: Final[tuple[Offloaded, ...]] = get_args(Offloaded)
-"""What `Hardware.offloaded` may name."""
+"""What `Hardware.offloaded` and `Hardware.offload_options` may name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,9 @@ class Hardware:
         0: unknown.
       dcn_latency_s: the least time a message through that network takes.
       offloaded: the collectives, of `OFFLOADABLE`, that run beside the dots by themselves, as the
-        compiler has it.
+        compiler has it by default.
+      offload_options: (collective, compiler option) pairs: the options that have the compiler do so, all of a
+        collective's. See `cost_model.offload_options`.
       dots_gather: whether the compiler makes all_gathers a part of the dots beside them, which then run
         them; else they have units or kernels of their own.
       least_gain: the part of the original time that a ring must be predicted to gain: what predictions for
@@ -123,6 +125,7 @@ class Hardware:
     dcn_bytes_per_s: float = 0.0
     dcn_latency_s: float = 0.0
     offloaded: tuple[str, ...] = ()
+    offload_options: tuple[tuple[str, str], ...] = ()
     dots_gather: bool = False
     least_gain: float = LEAST_GAIN
     least_gain_beside: float = 0.0
@@ -186,10 +189,13 @@ class Hardware:
             raise ValueError(
                 f"hardware {self.name!r}: network must be 'torus' or 'switch', got {self.network!r}"
             )
-        if unknown := set(self.offloaded) - set(OFFLOADABLE):
-            raise ValueError(
-                f"hardware {self.name!r}: offloaded names collectives of {OFFLOADABLE}, not {sorted(unknown)}"
-            )
+        with_options = [collective for collective, _ in self.offload_options]
+        for field, collectives in (("offloaded", self.offloaded), ("offload_options", with_options)):
+            if unknown := set(collectives) - set(OFFLOADABLE):
+                raise ValueError(
+                    f"hardware {self.name!r}: {field} names collectives of {OFFLOADABLE}, "
+                    f"not {sorted(unknown)}"
+                )
         if not self.peak_flops:
             raise ValueError(f"hardware {self.name!r}: peak_flops must name at least one dtype")
         for dtype, _ in self.peak_flops:

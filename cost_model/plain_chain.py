@@ -23,7 +23,7 @@ from cost_model.offloaded import sums_whole
 from cost_model.on_chip import Side
 from cost_model.ring import Estimate
 from cost_model.ring_work import RingWork
-from cost_model.tile import tile_rows
+from cost_model.tile import LANES, tile_rows
 from cost_model.whole import whole
 
 Pattern = Literal["all_gather_dot", "dot_reduce_scatter", "dot_psum", "all_to_all_dot", "dot_all_to_all"]
@@ -180,6 +180,7 @@ class PlainChain:
             halfway=not sums and self.wire_bytes(axis) == self.moved_bytes,
             # Strips of every row are not cut into chunks.
             chunks=psum and not self.starts_implied and all(dot.cut != "n" for dot in self.dots),
+            whole_rows=all(dot.matmul.n % LANES == 0 for dot in self.dots),
         )
 
     def sizes(self, axis: Axis) -> Sizes:

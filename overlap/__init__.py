@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from overlap.ab_report import ABReport
     from overlap.calibration import calibrate
     from overlap.inspection import Inspection, inspect
+    from overlap.offloading import offload_options
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ __all__ = [
     "ab_profile",
     "calibrate",
     "inspect",
+    "offload_options",
     "overlap_collectives",
 ]
 
@@ -43,6 +45,8 @@ _TOOLS = {
     "hlo": "hlo",
     "inspect": "inspection",
     "inspection": "inspection",
+    "offload_options": "offloading",
+    "offloading": "offloading",
     "tpu_target": "tpu_target",
 }
 """What a decorated function does without, and the module that it is in, or is: imported when asked for."""

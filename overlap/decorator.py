@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
@@ -134,13 +135,15 @@ class Overlapped:
         self._decorated_with = hardware, policy, strict
         self._options = _jit_options(self.original)
         _check_referable(self.original.__wrapped__)
+        compiler_options = self._options.kwargs.get("compiler_options", {})
+        hardware_of = dataclasses.replace(hardware, compiler_options=compiler_options)
         self._rewriter = Rewriter(
             str(getattr(self.original, "__name__", type(self.original.__wrapped__).__name__)),
-            hardware,
+            hardware_of,
             policy,
             strict,
             self._options.kwargs["inline"],
-            trials_for(policy, hardware, self._options.kwargs),
+            trials_for(policy, hardware_of, compiler_options),
         )
         self._calls: dict[Any, Any] = {}
         self._inner: Any = jax.jit(

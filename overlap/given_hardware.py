@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import cost_model
 from cost_model import Calibration, Hardware
 from cost_model.calibration import is_file_name
+from cost_model.offload_options import compiled_with
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +22,13 @@ class GivenHardware:
       calibration: the one that the hardware was read from; None if it comes from elsewhere. Devices are not
         known before a program is traced, so it is then that they are compared.
       path: its file.
+      compiler_options: those of the program, which say what collectives are offloaded.
     """
 
     hardware: Hardware | None
     calibration: Calibration | None = None
     path: str = ""
+    compiler_options: Mapping[str, Any] = field(default_factory=dict)
 
     def __call__(self, device_kind: str | None) -> Hardware | None:
         """The hardware of devices of this kind (None if not known); None if that is not known.
@@ -31,11 +36,12 @@ class GivenHardware:
         Raises:
           OtherDevicesError: it was measured on devices of another kind.
         """
-        if self.hardware is None:
-            return None if device_kind is None else cost_model.from_device_kind(device_kind)
         if self.calibration is not None and device_kind is not None:
             self.calibration.check(device_kind, self.path)
-        return self.hardware
+        found = self.hardware
+        if found is None and device_kind is not None:
+            found = cost_model.from_device_kind(device_kind)
+        return None if found is None else compiled_with(found, self.compiler_options)
 
 
 def given_hardware(hardware: object) -> GivenHardware:

@@ -166,14 +166,14 @@ def place(jaxpr: Any) -> str:
     return "a chain"
 
 
-def trials_for(policy: Any, hardware_of: HardwareOf, options: Mapping[str, Any]) -> Trials | None:
+def trials_for(policy: Any, hardware_of: HardwareOf, compiler_options: Mapping[str, Any]) -> Trials | None:
     """The trials of a decorated function; None where its policy needs none.
 
     Args:
       policy: see ``overlap_collectives``.
       hardware_of: from the kind of a mesh's devices to hardware.
-      options: keyword arguments of the function's ``jax.jit``.
+      compiler_options: those of the function's ``jax.jit``.
     """
     if policy not in ("verify", "autotune"):
         return None
-    return Trials(policy, hardware_of, options.get("compiler_options"))
+    return Trials(policy, hardware_of, compiler_options)

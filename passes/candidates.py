@@ -8,10 +8,11 @@ from typing import Final, Literal
 from cost_model import Axis
 from cost_model.form import Form
 from cost_model.forms import LONGEST_UNROLLED, Cuttable, forms
+from cost_model.tile import LANES
 from passes import shims
 from passes.all_gathers import goes_by_all_gathers
 from passes.all_reduces import goes_by_all_reduces
-from passes.chains import AllGatherDot, Chain, DotPsum, DotReduceScatter
+from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum, DotReduceScatter
 from passes.graph import Dataflow
 from passes.reduce_scatters import goes_by_reduce_scatters
 from passes.rules import rule
@@ -118,7 +119,14 @@ def _cuttable(flow: Dataflow, chain: Chain, unit: int) -> Cuttable:
         sums=_adds_up(chain),
         halfway=_halfway(flow, chain),
         in_turn=goes_by_all_gathers(chain) or goes_by_reduce_scatters(chain),
+        whole_rows=all(_rows_are_whole(flow, dot) for dot in chain.dots),
     )
+
+
+def _rows_are_whole(flow: Dataflow, dot: BlockOp) -> bool:
+    """Whether the rows of what a dot makes are whole tiles."""
+    (value,) = flow.ops[dot.op].outputs
+    return all(size % LANES == 0 for size in flow.avals[value].shape[-1:])
 
 
 def _strip(flow: Dataflow, chain: AllGatherDot | DotReduceScatter, most: int | None = None) -> int:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -375,6 +375,11 @@ def called(jitted: Any, problem: Problem, mesh: Mesh) -> Any:
         return body(*operands)
 
     return jax.jit(program, **_shardings(problem, mesh))
+
+
+def compiled_with(jitted: Any, problem: Problem, mesh: Mesh, options: Mapping[str, str]) -> Any:
+    """The same program, jitted with compiler options."""
+    return jax.jit(jitted.__wrapped__, compiler_options=dict(options), **_shardings(problem, mesh))
 
 
 def _jitted(problem: Problem, mesh: Mesh, whole: Callable[..., Any]) -> Any:

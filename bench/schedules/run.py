@@ -43,6 +43,7 @@ def run(
     jobs: int,
     resume: Path | None,
     wanted: Sequence[str],
+    arguments: Sequence[str] = (),
 ) -> list[Row]:
     """The rows of the cases, in their order.
 
@@ -55,6 +56,7 @@ def run(
       jobs: workers at a time.
       resume: the file of rows done; None for none.
       wanted: the versions that are measured.
+      arguments: of workers, beside these.
 
     Raises:
       SystemExit: the file was made with other versions.
@@ -69,7 +71,7 @@ def run(
         console.print(f"{len(known)} of {len(cases)} rows are in {resume}.")
     with tempfile.TemporaryDirectory() as folder:
         variables = {CACHE: folder, **of_workers(environment)}
-        command = [*workers.interpreter(module), "--versions", ",".join(wanted)]
+        command = [*workers.interpreter(module), "--versions", ",".join(wanted), *arguments]
         answers = workers.answers(list(waiting), command, variables, jobs=jobs, limit_s=ROW_LIMIT_S)
         for number, answer in enumerate(progress(console, answers, len(waiting), "rows"), 1):
             row = row_of(waiting[answer.name], answer)
@@ -92,8 +94,14 @@ def row_of(case: Case, answer: workers.Answer) -> Row:
     return Row(**measure.described(case), failures={"row": answer.error}, wall_s=answer.wall_s)
 
 
-def work(cases: Sequence[Case], mesh_of: Callable[[Slice], Any], wanted: Sequence[str]) -> None:
-    """What a worker process does: measures the rows whose names it reads."""
+def work(
+    cases: Sequence[Case],
+    mesh_of: Callable[[Slice], Any],
+    wanted: Sequence[str],
+    *,
+    offloaded: bool = False,
+) -> None:
+    """What a worker process does: measures the rows whose names it reads, as `measure.measure` has it."""
     by_name = {case.name: case for case in cases}
     meshes: dict[str, Any] = {}
 
@@ -101,7 +109,7 @@ def work(cases: Sequence[Case], mesh_of: Callable[[Slice], Any], wanted: Sequenc
         case = by_name[name]
         if str(case.slice) not in meshes:
             meshes[str(case.slice)] = mesh_of(case.slice)
-        return measure.measure(case, meshes[str(case.slice)], wanted).to_dict()
+        return measure.measure(case, meshes[str(case.slice)], wanted, offloaded=offloaded).to_dict()
 
     workers.serve(row, sys.stdin, sys.stdout)
 

@@ -1,0 +1,33 @@
+"""Asking the TPU compiler to run the collectives of a program beside its matmuls."""
+
+from __future__ import annotations
+
+import jax
+
+import cost_model
+from cost_model import Hardware
+from cost_model.offload_options import offload_options as options_of
+
+
+def offload_options(hardware: str | Hardware | None = None) -> dict[str, str]:
+    """Compiler options that have a TPU run collectives beside the matmuls, by themselves.
+
+        jax.jit(train_step, compiler_options=overlap.offload_options())
+
+    On v4, v5p and v6e the compiler waits for every collective but permutes unless it is told otherwise: with
+    these options the SparseCores of v5p and v6e run all_gathers, all_reduces and reduce_scatters, and v4's
+    all_gathers are asynchronous. A decorated function is rewritten by what its options say. No options on
+    other devices: TPU7x needs none, and the others know none.
+
+    Args:
+      hardware: a name such as ``"tpu_v6e"``, or a ``cost_model.Hardware``; None for that of the attached
+        devices, which starts jax's backend.
+
+    Raises:
+      ValueError: an unknown hardware name; the message lists the known ones.
+    """
+    if isinstance(hardware, str):
+        hardware = cost_model.by_name(hardware)
+    if hardware is None:
+        hardware = cost_model.from_device_kind(jax.devices()[0].device_kind)
+    return {} if hardware is None else options_of(hardware)
