@@ -33,10 +33,10 @@ TITLE: Final = "Schedules by the TPU compiler" + (
 )
 
 OFFLOADED: Final = (
-    "On v4, v5p and v6e programs are compiled with the options of `overlap.offload_options`, which have "
-    "all_gathers (v4), or all_gathers, all_reduces and reduce_scatters (v5p, v6e), run beside dots by "
-    "themselves. What is not this library's is compiled without them too, and the faster one counts. On v5e "
-    "and tpu7x there are no such options: those rows are those of [tpu_schedules](tpu_schedules.md)."
+    "Programs are compiled with the options of `overlap.offload_options`, which have all_gathers (v4), "
+    "all_reduces (v5e), or these and reduce_scatters (v5p, v6e) run beside dots by themselves; on tpu7x they "
+    "do by default, and all_gathers on v5e. What is not this library's is compiled without them too, and the "
+    "faster one counts (its memory is that with the options)."
 )
 """Of results with ``--offload``."""
 

@@ -119,7 +119,7 @@ class Candidate:
         total = self.estimate.overlapped_s
         how = f"As {'rings' if self.form.pieces > 1 else 'a ring'}, {self.form}"
         if self.form.route != "ring":
-            how = f"By {self.form}"
+            how = "As an exchange" if self.form.route == "exchange" else f"By {self.form}"
         slower = "the hop" if self.step_hop_s > self.step_dots_s else "the dots"
         pieces = ", ".join(f"[{of.m},{of.k}]·[{of.k},{of.n}]" for of in self.partials)
         return [
@@ -198,6 +198,11 @@ class Explanation:
             verdict = f"loses {_us(-gain_s).strip()} ({share:.1%}): left as it is"
         best = "way" if self.best.form.route != "ring" else "ring"
         lines.append(f"The best {best}, {self.best.form}, {verdict}.")
+        if self.pays and share < hardware.least_gain_beside:
+            lines.append(
+                f"Beside other rings in one program, which share what is on chip, it must gain "
+                f"{hardware.least_gain_beside:.0%}: there it is left as it is."
+            )
         for dtype in sorted({dot.matmul.dtype for dot in self.dots}):
             if not hardware.rates(dtype):
                 lines.append(
@@ -374,7 +379,7 @@ def _collective_s(chain: PlainChain, axis: Axis, full_bytes: float) -> float:
 
 def _candidate(chain: PlainChain, form: Form, axis: Axis) -> Candidate:
     priced = price(chain, form, axis)
-    if form.route != "ring":
+    if form.route not in ("ring", "exchange"):
         return _in_turn(chain, form, priced, axis)
     (work,) = works(chain, form, axis) or (None,)
     columns = 1 if work is None else work.columns

@@ -46,14 +46,15 @@ class Form:
     """How the rings of a chain run. See `RingWork` for what is not told here.
 
     Attributes:
-      route: a ring, or by which collectives pieces go in turn. See `offloaded`.
+      route: a ring; an exchange, where each block goes straight to where it belongs; or by which collectives
+        pieces go in turn. See `offloaded`.
       across: whether pieces are cut along another dim than the gathered or scattered one.
       halfway: whether whole shards of a gather go half way round, both ways.
       late: whether what comes last of a gather comes in halves, one after the other.
       wide_wire: whether partial sums of narrow floats travel in float32.
     """
 
-    route: Literal["ring", "all_gather", "all_reduce", "reduce_scatter"] = "ring"
+    route: Literal["ring", "exchange", "all_gather", "all_reduce", "reduce_scatter"] = "ring"
     directions: Directions = 1
     rings: int = 1
     walks: bool = False
@@ -72,6 +73,8 @@ class Form:
         return self.directions * self.rings * self.chains
 
     def __str__(self) -> str:
+        if self.route == "exchange":
+            return "exchange"
         if self.route != "ring":
             return in_words(self.route, self.chains, across=self.across)
         words = ["unidirectional" if self.directions == 1 else "bidirectional"]
@@ -85,8 +88,8 @@ class Form:
         return ", ".join(words)
 
 
-EXCHANGE: Final = Form()
-"""The one form of an all_to_all chain: every block goes straight to where it belongs."""
+EXCHANGE: Final = Form(route="exchange")
+"""The one form of an all_to_all chain."""
 
 
 def cut_in_words(form: AnyForm) -> list[str]:

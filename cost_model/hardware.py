@@ -55,6 +55,9 @@ class Hardware:
       cuts_on_chip: whether a dot may read its block of an operand that lies in that memory as a whole.
       between_tiles: how many times as long a scatter's dots take that cut parts of both operands out, of one
         few rows that begin within a tile.
+      strips_apart: whether dots that make strips of a sum, of many rows, read a copy of what a strip has of
+        their other operand faster than a part of the whole. (On 7x the compiler then changes the operands'
+        places, and an MLP's dots took 1.6 times as long.)
       fuses_additions: whether adding to a partial sum is part of the matmul that makes the addend.
       lone_matmuls: whether matmuls are kernels of a library, which do nothing else: others put their results
         into place, and add them up.
@@ -111,6 +114,7 @@ class Hardware:
     fetches_sums: bool = False
     cuts_on_chip: bool = True
     between_tiles: float = 1.0
+    strips_apart: bool = False
     fuses_additions: bool = False
     lone_matmuls: bool = False
     copy_overhead_s: float = 0.0
@@ -217,8 +221,13 @@ class Hardware:
         return self.link_bytes_per_s * self.links_per_axis
 
     def on_slice(self, chips: int) -> "Hardware":
-        """The hardware as it runs on a slice of so many chips: see `synchronous_chips`."""
-        return dataclasses.replace(self, overlaps=False) if chips == self.synchronous_chips else self
+        """The hardware as it runs on a slice of so many chips: see `synchronous_chips`.
+
+        Of two hops in opposite directions one waits for the other there, too (v5e, of a scatter's ring).
+        """
+        if chips != self.synchronous_chips:
+            return self
+        return dataclasses.replace(self, overlaps=False, opposite_hops_overlap=False)
 
     def per_core(self, devices_per_chip: int) -> "Hardware":
         """One of `devices_per_chip` equal parts of the chip; this hardware, if that is no finer than it is.

@@ -28,7 +28,7 @@ IN_TURN: Final = range(8, 17)
 """Of how many pieces one tries the least and the most that are equal: nothing hides the first one's
 all_gather, or the last one's all_reduce or reduce_scatter."""
 
-FEW_IN_TURN: Final = (2, 4)
+FEW_IN_TURN: Final = (2, 4, 8)
 """The same of a gather's rows: what pieces of them become is placed by copies, and short dots take long."""
 
 FEW_KERNELS: Final = (2, 4, 8)
@@ -57,6 +57,13 @@ IN_PLACE: Final = 1.05
 Of 24 widths by its compiler from 0.98 to 1.18, in the median 1.035 (v5e: 0.89 to 0.96, taken as 1); a little
 more is taken, for a loss is worse than a gain that is missed. What a dot's windows can be is limited by where
 its strip lies: the worst are strips of 29 and 31 times 128 columns.
+"""
+
+COPYING: Final = 0.03
+"""Up to which part of a strip's dots, at the peak, it may take to copy what the strip has of their operand.
+
+Of a part of the whole, windows fit worse: of [65536,3072]·[3072,1536] dots took 15 % longer on v5p and 13 %
+on v6e, of [16384,3584]·[3584,1024] 17 and 8 %, and of [4096,4096]·[4096,1024] no longer.
 """
 
 BATCH_IN_PLACE: Final = 1.15
@@ -97,11 +104,18 @@ def hides_rows(hardware: Hardware) -> bool:
     return not hardware.dots_gather
 
 
+def cuts_apart(rows: int, dtype: str, hardware: Hardware) -> bool:
+    """Whether strips of so many rows of a sum are made of a copy of what they need: see `COPYING`."""
+    if not hardware.strips_apart:
+        return False
+    return 2 * dtype_bytes(dtype) / hardware.hbm_bytes_per_s <= COPYING * 2 * rows / hardware.flops_for(dtype)
+
+
 def counts(size: int, grain: int, hardware: Hardware, *, few: bool = False) -> Iterator[int]:
     """Into how many equal pieces, of multiples of `grain`, a dim of so many elements is worth cutting."""
     wanted = FEW_KERNELS if hardware.lone_matmuls else FEW_IN_TURN if few else IN_TURN
     equal = [pieces for pieces in wanted if size % (pieces * grain) == 0]
-    yield from equal if hardware.lone_matmuls else dict.fromkeys((*equal[:1], *equal[-1:]))
+    yield from equal if hardware.lone_matmuls or few else dict.fromkeys((*equal[:1], *equal[-1:]))
 
 
 def in_words(collective: Offloaded, pieces: int, *, across: bool) -> str:
@@ -244,9 +258,12 @@ def _copies(work: InTurn, axis: Axis) -> _Copies:
             if work.collective == "all_reduce"
             else copied_s(piece_bytes)
         )
+        (piece, *_), (whole, *_) = work.piece, work.matmuls
+        apart = work.across and cuts_apart(_kept_rows(piece, whole), whole.dtype, hardware)
         return _Copies(
             added_bytes=added_bytes,
-            cut_s=overhead_s if work.across else 0.0,
+            cut_s=(overhead_s if work.across else 0.0)
+            + (copied_s(_cut_bytes(work.piece, work.matmuls)) if apart else 0.0),
             place_s=overhead_s + place_s,
         )
     if not work.across:
@@ -261,6 +278,11 @@ def _copies(work: InTurn, axis: Axis) -> _Copies:
     return _Copies(
         added_bytes=added_bytes + results_bytes, before_s=before_s, after_s=copied_s(results_bytes)
     )
+
+
+def _kept_rows(piece: Matmul, whole: Matmul) -> int:
+    """Rows of a strip of a product, whichever operand it has a part of."""
+    return piece.batch * (piece.m if piece.m == whole.m else piece.n)
 
 
 def _cut_bytes(piece: tuple[Matmul, ...], matmuls: tuple[Matmul, ...]) -> float:

@@ -15,6 +15,7 @@ from cost_model import Axis, Hardware, Topology
 from cost_model.break_even import BreakEven, break_evens
 from cost_model.calibration import hardware_of
 from cost_model.explanation import explain
+from cost_model.offload_options import compiled_with, offload_options
 from cost_model.plain_chain import PATTERNS, PlainChain, chain_of
 from overlap import tpu_slice
 from overlap.plain_text import PIPE_COLUMNS, columns, wrapped
@@ -72,6 +73,11 @@ def add_commands(commands: Any) -> None:
     )
     parser.add_argument(
         "--operand", choices=("lhs", "rhs"), help="which operand is gathered, with --cut k (default: lhs)"
+    )
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="as compiled with overlap.offload_options(): collectives run beside dots by themselves",
     )
     parser.add_argument("--plot", metavar="FILE", help="draw the break-even there (.png, .svg, .pdf)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -200,6 +206,16 @@ def hardware_given(name: str) -> Hardware:
         raise PlanError(f"--hardware {error}") from error
 
 
+def _compiled(hardware: Hardware, arguments: argparse.Namespace) -> Hardware:
+    """The hardware as programs find it that are compiled as the command line says."""
+    if not arguments.offload:
+        return hardware
+    options = offload_options(hardware)
+    if not options:
+        raise PlanError(f"--offload: there are no compiler options for it on {hardware.name}")
+    return compiled_with(hardware, options)
+
+
 def _shape(given: str) -> tuple[int, int, int]:
     if not re.fullmatch(r"[1-9]\d*,[1-9]\d*,[1-9]\d*", given):
         raise PlanError(f"--shape {given} is not M,K,N, such as 8192,8192,2048")
@@ -220,8 +236,9 @@ def _axis(arguments: argparse.Namespace) -> Axis:
     if arguments.topology is None:
         if hardware is None or size is None:
             raise PlanError("give --hardware and --axis-size, or --topology, such as v5p:4x4x4")
-        return Axis.of_size(size, hardware)
+        return Axis.of_size(size, _compiled(hardware, arguments))
     hardware, shape = tpu_slice.slice_on(arguments.topology, hardware)
+    hardware = _compiled(hardware, arguments)
     count = hardware.devices_per_chip
     for chips in shape:
         count *= chips

@@ -18,6 +18,8 @@ import jax
 import numpy as np
 from jax import lax
 
+from cost_model import from_device_kind
+from cost_model.offloaded import cuts_apart
 from cost_model.tile import LANES
 from passes import shims
 from passes.arrivals import rounded, take_in
@@ -29,6 +31,7 @@ from passes.block_eval import (
     cut_once,
     reading,
     run_on_piece,
+    tie,
     tie_typed,
     transposed,
     write_in_a_row,
@@ -226,9 +229,16 @@ def _pieces_of_sum(
         (dot,) = scatter.dots
         sliced = flow.ops[dot.op].inputs[strips.operand]
         along = strips.dim
+        summed = flow.aval(flow.ops[chain.collective.op].inputs[0])
+        hardware = from_device_kind(shims.device_kind(summed) or "")
+        rows, of = summed.size // summed.shape[strips.result_dim], flow.aval(sliced).dtype.name
+        apart = hardware is not None and cuts_apart(rows, of, hardware)
         for part in parts(schedule, read(sliced).shape[along], LANES):
             (whole,) = turns.hold(read(sliced), sent_since=1) if waits else (read(sliced),)
-            yield _Stretch(turns.places, 0, WHOLE), reading({sliced: cut(whole, along, part)}, read)
+            strip = cut(whole, along, part)
+            if apart:
+                (strip,) = tie(strip)
+            yield _Stretch(turns.places, 0, WHOLE), reading({sliced: strip}, read)
         return
     rows = divisions(flow, chain) * chain.collective.axis_size
     if shims.on_tpu(flow.avals[flow.ops[chain.collective.op].outputs[0]]):
