@@ -11,7 +11,8 @@ from hypothesis import given
 from cost_model import Axis, Hardware, Matmul, Topology, by_name, matmul_s, pipeline
 from cost_model.explanation import explain
 from cost_model.form import Form
-from cost_model.offloaded import counts, in_words, is_offloaded, sums_whole
+from cost_model.offload_options import compiled_with, offload_options
+from cost_model.offloaded import counts, cuts_apart, in_words, is_offloaded, sums_whole
 from cost_model.plain_chain import chain_of, forms, price
 from cost_model.topology import Place
 
@@ -22,7 +23,7 @@ AXIS = Axis(TPU7X, 8)
 @given(st.integers(1, 1 << 16), st.sampled_from([1, 16, 128]), st.booleans())
 def test_pieces_are_equal_and_of_whole_grains(size: int, grain: int, few: bool) -> None:
     found = list(counts(size, grain, TPU7X, few=few))
-    assert len(found) == len(set(found)) <= 2
+    assert len(found) == len(set(found)) <= (3 if few else 2)
     assert all(size % (pieces * grain) == 0 and (2 if few else 8) <= pieces <= 16 for pieces in found)
     if size % (8 * grain) == 0:
         assert found
@@ -211,3 +212,45 @@ def test_pieces_of_a_sum_are_placed_as_a_whole_sum_is(monkeypatch: pytest.Monkey
     assert whole_s == pytest.approx(2.6 * 2 * chain.moved_bytes / TPU7X.hbm_bytes_per_s)
     monkeypatch.setattr(pipeline, "GATHERED", {False: 0.0, True: 0.0})
     assert placed_s - price(chain, form, AXIS).partials_s == pytest.approx(whole_s)
+
+
+def test_strips_of_many_rows_copy_what_they_read_of_the_other_operand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy of 2 · 2 bytes of each of its elements, and 2 · M operations with each: 11067 rows on v5p."""
+    v5p = compiled_with(by_name("tpu_v5p"), offload_options(by_name("tpu_v5p")))
+    assert cuts_apart(11068, "bfloat16", v5p) and not cuts_apart(11066, "bfloat16", v5p)
+    assert not cuts_apart(1 << 20, "bfloat16", TPU7X) and not cuts_apart(1 << 20, "bfloat16", H100)
+    form = Form(route="reduce_scatter", chains=8, across=True)
+    for rows, apart in ((8192, False), (16384, True)):
+        chain, axis = chain_of("dot_reduce_scatter", rows, 4096, 8192), Axis(v5p, 8)
+        found = price(chain, form, axis)
+        with monkeypatch.context() as patched:
+            patched.setattr("cost_model.offloaded.cuts_apart", lambda *_: False)
+            copies_s = found.partials_s - price(chain, form, axis).partials_s
+        assert copies_s == pytest.approx(2 * 2 * 4096 * 8192 / v5p.hbm_bytes_per_s if apart else 0.0)
+
+
+@pytest.mark.parametrize(("width", "in_turn"), [(2048, True), (2048 + 64, False)])
+def test_rows_go_in_turn_where_those_of_the_result_are_whole_tiles(width: int, in_turn: bool) -> None:
+    found = forms(chain_of("all_gather_dot", 16384, 8192, width), AXIS)
+    assert any(form.route == "all_gather" for form in found) == in_turn
+    elsewhere = forms(chain_of("all_gather_dot", 16384, 8192, width), Axis(H100, 8))
+    assert any(form.route == "all_gather" for form in elsewhere)
+
+
+def test_where_every_permute_waits_one_direction_waits_for_the_other() -> None:
+    v5e = by_name("tpu_v5e")
+    on_pod = v5e.on_slice(256)
+    assert v5e.overlaps and v5e.opposite_hops_overlap and v5e.on_slice(64) is v5e
+    assert not on_pod.overlaps and not on_pod.opposite_hops_overlap
+    # Compiled, such a ring took 142 ms, and the program as written 124 (v5e:16x16).
+    chain = chain_of("dot_reduce_scatter", 65536, 8192, 16384)
+    found = explain(chain, Axis(on_pod, 16))
+    assert not found.pays and all(form.directions == 1 for form in forms(chain, Axis(on_pod, 16)))
+
+
+def test_an_all_to_all_is_an_exchange_and_no_ring() -> None:
+    found = explain(chain_of("all_to_all_dot", 8192, 2048, 8192), Axis(by_name("tpu_v5p"), 8))
+    assert str(found.best.form) == found.to_json()["candidates"][0]["name"] == "exchange"
+    assert "As an exchange: " in str(found) and "ring," not in str(found)

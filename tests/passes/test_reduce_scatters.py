@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from cost_model import Axis, by_name
+from passes import all_reduces
 from passes.candidates import candidates
 from passes.reduce_scatters import goes_by_reduce_scatters
 from passes.schedule import RingSchedule
@@ -37,6 +38,20 @@ def test_values(case: tuple[str, int], axis_size: int, dtype: str, check_vma: bo
     jaxpr = assert_values(name, axis_size, BLOCK, in_turn(pieces), dtype, check_vma=check_vma)
     assert not hops(jaxpr, "ppermute")
     assert hops(jaxpr, "reduce_scatter") == pieces
+
+
+@pytest.mark.parametrize("name", STRIPS)
+def test_values_of_strips_of_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As v5p and v6e make them of many rows: a barrier more for each."""
+    plain = assert_values(name, 2, BLOCK, in_turn(3), "float32", check_vma=True)
+    monkeypatch.setattr(all_reduces, "from_device_kind", lambda _: by_name("tpu_v5p"))
+    monkeypatch.setattr(all_reduces, "cuts_apart", lambda *_: True)
+    apart = assert_values(name, 2, BLOCK, in_turn(3), "float32", check_vma=True)
+    assert barriers(apart) == barriers(plain) + 3
+
+
+def barriers(jaxpr: Any) -> int:
+    return str(jaxpr).count("barrier")
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
