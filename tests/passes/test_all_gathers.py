@@ -107,31 +107,36 @@ def test_what_is_handed_out_is_whole() -> None:
     np.testing.assert_allclose(np.asarray(product), expected, rtol=1e-5, atol=1e-5)
 
 
-def chain_of(name: str, axis_size: int, block: int, dtype: str) -> Any:
-    avals = [jax.ShapeDtypeStruct(shape, dtype) for shape in PATTERNS[name].shapes(axis_size, block)]
+def chain_of(name: str, axis_size: int, block: int, dtype: str, columns: int | None = None) -> Any:
+    """A chain, whose dot's other operand may have so many columns."""
+    shapes = [list(shape) for shape in PATTERNS[name].shapes(axis_size, block)]
+    shapes[1][-1] = columns or shapes[1][-1]
+    avals = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     flow, (match,) = bodies.matched(PATTERNS[name].body, *avals, axis_size=axis_size)
     assert isinstance(match.found, tuple)
     return flow, match.found[0]
 
 
 @pytest.mark.parametrize(
-    ("name", "block", "proposed"),
+    ("name", "block", "columns", "proposed"),
     [
-        ("gather_free", 64, {"2 all_gathers in turn", "4 all_gathers in turn"}),
+        ("gather_free", 128, 256, {f"{n} all_gathers in turn" for n in (2, 4, 8)}),
         # A quarter of a block would be less than a tile.
-        ("gather_free", 32, {"2 all_gathers in turn"}),
+        ("gather_free", 32, 256, {"2 all_gathers in turn"}),
+        # Rows of the result would be no whole tiles, and every piece turned.
+        ("gather_free", 128, 320, set()),
         # Nine columns are no strips; rows of a contracting dim would be sums.
-        ("gather_contracting", 64, set()),
-        ("gather_untiled", 64, set()),
+        ("gather_contracting", 64, None, set()),
+        ("gather_untiled", 64, None, set()),
         # One of its dots would be sums.
-        ("gather_of_three_dots", 64, set()),
-        ("scatter", 64, set()),
-        ("psum", 512, {"8 all_reduces in turn", "16 all_reduces in turn"}),
-        ("psum", 64, set()),
+        ("gather_of_three_dots", 64, None, set()),
+        ("scatter", 64, None, set()),
+        ("psum", 512, None, {"8 all_reduces in turn", "16 all_reduces in turn"}),
+        ("psum", 64, None, set()),
     ],
 )
-def test_where_it_is_tried(name: str, block: int, proposed: set[str]) -> None:
-    flow, chain = chain_of(name, 4, block, "float32")
+def test_where_it_is_tried(name: str, block: int, columns: int | None, proposed: set[str]) -> None:
+    flow, chain = chain_of(name, 4, block, "float32", columns)
     for thorough in (False, True):
         found = candidates(flow, chain, Axis(by_name("tpu_7x"), 4), thorough=thorough)
         assert {str(s) for s in found if s.route in ("all_gather", "all_reduce")} == proposed
