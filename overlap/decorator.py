@@ -61,8 +61,8 @@ def overlap_collectives(
 
     Args:
       fun: the function. Its jit options (static arguments, donation, shardings, layouts, compiler options, …)
-        are kept; decisions go by those of ``offload_options`` among them. A function that was decorated already is decorated anew, with these arguments. A bound
-        method gives a bound method.
+        are kept; decisions go by those of ``offload_options`` among them. A function that was decorated
+        already is decorated anew, with these arguments. A bound method gives a bound method.
       hardware: what the cost model prices for: None (from the devices of the mesh), a name such as
         ``"tpu_v5p"``, a file that ``python -m overlap calibrate`` wrote, or a ``cost_model.Hardware``. A file
         of another kind of device than the mesh's is an error of the call that traces the function.

@@ -219,17 +219,6 @@ class TestTheCommand:
         out = plan(capsys, *GIVEN, "--hardware", str(path), "--axis-size", "16")
         assert "here 0.9 GB/s" in out
 
-    def test_beside_other_rings_more_must_be_gained(self, capsys: pytest.CaptureFixture[str]) -> None:
-        """As in a program of several (`passes.network`): alone 3 % is enough on v5p, there 5 %."""
-        options = ("--hardware", "tpu_v5p", "--axis-size", "4", "--pattern", "dot_psum")
-        told = {
-            rows: " ".join(plan(capsys, "plan", "--shape", f"{rows},640,2560", *options).split())
-            for rows in (4096, 16384)
-        }
-        assert "(3.7%): rewriting pays. Beside other rings in one program" in told[4096]
-        assert "it must gain 5%: there it is left as it is." in told[4096]
-        assert "rewriting pays." in told[16384] and "Beside other rings" not in told[16384]
-
     def test_collectives_may_be_offloaded(self, capsys: pytest.CaptureFixture[str]) -> None:
         shape = ("plan", "--pattern", "dot_psum", "--shape", "4096,4096,4096", "--axis-size", "16")
         for where in (("--hardware", "tpu_v6e"), ("--topology", "v6e:4x4")):
