@@ -1,7 +1,8 @@
 """Compiler options that have collectives run beside the dots by themselves: see `Hardware.offloaded`.
 
-On TPU7x the SparseCores run them by default. On v5p and v6e they do where the compiler is told so, and on v4
-it then makes all_gathers asynchronous (libtpu 0.0.42 and 0.0.50). Without, these are waited for.
+On TPU7x the SparseCores run them by default. On v5p and v6e they do where the compiler is told so; on v4 it
+then makes all_gathers asynchronous, and on v5e all_reduces a part of the dots beside them, as all_gathers are
+by default (libtpu 0.0.42 and 0.0.50). Without, these are waited for.
 """
 
 from __future__ import annotations
