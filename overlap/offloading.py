@@ -14,11 +14,11 @@ def offload_options(hardware: str | Hardware | None = None) -> dict[str, str]:
 
         jax.jit(train_step, compiler_options=overlap.offload_options())
 
-    On v4, v5p and v6e the compiler waits for every collective but permutes unless it is told otherwise, and on
-    v5e for all but permutes and all_gathers. With these options the SparseCores of v5p and v6e run all_gathers,
-    all_reduces and reduce_scatters, v4's all_gathers are asynchronous, and v5e's matmuls run all_reduces. A
-    decorated function is rewritten by what its options say. No options on other devices: TPU7x needs none, and
-    the others know none.
+    On v4, v5p and v6e the compiler waits for every collective but permutes unless it is told otherwise, and
+    on v5e for all but permutes and all_gathers. With these options the SparseCores of v5p and v6e run
+    all_gathers, all_reduces and reduce_scatters, v4's all_gathers are asynchronous, and v5e's matmuls run
+    all_reduces. A decorated function is rewritten by what its options say. No options on other devices:
+    TPU7x needs none, and the others know none.
 
     Args:
       hardware: a name such as ``"tpu_v6e"``, or a ``cost_model.Hardware``; None for that of the attached
