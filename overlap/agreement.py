@@ -122,7 +122,8 @@ def compare(a: Results, b: Results, tolerance: float) -> Agreement:
         if found.difference is not None:
             most = found.difference if most is None else max(most, found.difference)
         if not found.agreed:
-            wrong.append(f"{name or 'the result'} ({kind})")
+            by = "" if found.difference is None else f", by {found.difference:.1e}"
+            wrong.append(f"{name or 'the result'} ({kind}{by})")
     if not compared:
         return Agreement(
             agreed=None,
@@ -131,9 +132,11 @@ def compare(a: Results, b: Results, tolerance: float) -> Agreement:
     arrays = "1 array" if compared == 1 else f"{compared} arrays"
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        differ = "differs" if len(wrong) == 1 else "differ"
         sentence = (
-            f"Results do NOT agree: {', '.join(wrong[:3])}{more} differ beyond rounding "
-            f"(tolerance {tolerance:.0e}; integers must be equal)."
+            f"Results do NOT agree: {', '.join(wrong[:3])}{more} {differ} beyond rounding (relative "
+            f"tolerance {tolerance:.0e}; integers must be equal). Either variant may be the less exact one: "
+            "a run in float32 tells."
         )
     elif blank == compared:
         sentence = (

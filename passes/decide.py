@@ -291,11 +291,11 @@ def _without_chain(collective: Collective, reason: Reason, policy: Policy, descr
     return dataclasses.replace(kept, rewritten=True)
 
 
-def _but(decision: Decision) -> str:
+def _but(estimate: Estimate, hardware: Hardware) -> str:
     """Why a predicted gain is not enough."""
-    if decision.estimate is None or decision.estimate.added_bytes <= 0:
-        return "less than a prediction may be off"
-    return f"and need {decision.estimate.added_bytes / 1e6:,.1f} MB more temporary memory"
+    if estimate.added_bytes <= 0:
+        return f"less than the {hardware.least_gain:.0%} that a prediction may be off"
+    return f"and need {estimate.added_bytes / 1e6:,.1f} MB more temporary memory"
 
 
 def benefit_s(decision: Decision) -> float:
@@ -363,8 +363,8 @@ def _judge(
     detail = ""
     if loop_invariant and code is not Code.LOOP_INVARIANT:
         detail = "Its operand is the same in every iteration of the loop."
-    elif code is Code.NOT_PROFITABLE and _gain(proposal) > 0:
-        detail = f"It would gain {_gain(proposal):.1%}, {_but(proposal)}."
+    elif code is Code.NOT_PROFITABLE and hardware and proposal.estimate and _gain(proposal) > 0:
+        detail = f"It would gain {_gain(proposal):.1%}, {_but(proposal.estimate, hardware)}."
     elif code is Code.HIDDEN_AS_WRITTEN and proposal.estimate is not None:
         share = proposal.estimate.hidden_s / proposal.estimate.collective_s
         detail = f"Of its time {share:.0%} is hidden so."

@@ -416,6 +416,8 @@ def test_results_that_differ_are_told() -> None:
     function._calls[None, True] = jax.jit(lambda x: x + 1)
     report = quick(function, jnp.ones(3))
     assert report.agreement.agreed is False
+    sentence = report.agreement.sentence
+    assert sentence.startswith("Results do NOT agree: the result (float32[3], by 1.0e+00) differs beyond")
     assert "do NOT agree" in str(report)
 
 

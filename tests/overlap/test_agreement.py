@@ -57,8 +57,11 @@ def test_one_value_of_a_million_that_is_wrong_altogether_is_found() -> None:
 def test_what_differs_beyond_rounding_is_named() -> None:
     found = compared({"b": X, "w": X}, {"b": X, "w": X.at[1].set(-2.1)})
     assert found.agreed is False
-    assert "['w'] (float32[3])" in found.sentence
+    assert "['w'] (float32[3], by 4.5e-02) differs beyond rounding" in found.sentence
     assert "['b']" not in found.sentence
+    both = compared({"b": X, "w": X}, {"b": 2 * X, "w": X + 1})
+    assert "['b'] (float32[3], by 1.0e+00), ['w'] (float32[3], by" in both.sentence
+    assert ") differ beyond rounding" in both.sentence
 
 
 @pytest.mark.parametrize("value", [jnp.nan, jnp.inf, -jnp.inf])

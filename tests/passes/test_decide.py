@@ -394,3 +394,20 @@ def test_another_process_with_another_hash_seed_decides_alike(seed: str) -> None
     here = json.loads(decisions())
     assert json.loads(done.stdout) == here
     assert {reason for _, _, _, reason, *_ in here} >= {"dot_taken", "depends_on_itself", "policy_always"}
+
+
+def test_a_gain_that_is_too_small_is_told_with_what_it_should_be() -> None:
+    hardware = dataclasses.replace(by_name("tpu_v5p"), least_gain=0.9)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+    def body(x: Any, w: Any) -> Any:
+        return lax.all_gather(x, "x", tiled=True) @ w
+
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=(PartitionSpec("x"), PartitionSpec()), out_specs=PartitionSpec(None, "x")
+    )
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((16384, 8192), (8192, 4096)))
+    (site,) = overlap.overlap_collectives(mapped, hardware=hardware).explain(x, w).sites
+    assert site.reason == "not_profitable" and site.estimate is not None
+    gain = site.estimate.benefit_s / site.estimate.original_s
+    assert f"It would gain {gain:.1%}, less than the 90% that a prediction may be off." in site.sentence
