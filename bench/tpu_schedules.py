@@ -44,7 +44,11 @@ OFFLOADED: Final = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints, writes; the exit status is 1 where a figure is missed, 2 without libtpu."""
     parser = command.grid_parser(__doc__)
-    command.offloading(parser)
+    parser.add_argument(
+        "--offload",
+        action="store_true",
+        help="compile with the options that have collectives run beside dots by themselves; written apart",
+    )
     options = parser.parse_args(argv)
     name, title = (
         (f"{NAME}_offloaded", f"{TITLE}, with collectives that are offloaded")

@@ -39,11 +39,9 @@ def compiled_with(hardware: Hardware, options: Mapping[str, Any]) -> Hardware:
 
 
 def _is_offloaded(collective: str, hardware: Hardware, options: Mapping[str, Any]) -> bool:
+    by_default = collective in hardware.offloaded
     known = [option for each, option in hardware.offload_options if each == collective]
-    said = [_is_true(options[option]) for option in known if option in options]
-    if collective in hardware.offloaded:
-        return all(said)
-    return bool(known) and len(said) == len(known) and all(said)
+    return all(_is_true(options.get(option, by_default)) for option in known) if known else by_default
 
 
 def _is_true(value: Any) -> bool:

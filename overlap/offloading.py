@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 
-import cost_model
 from cost_model import Hardware
 from cost_model.offload_options import offload_options as options_of
+from overlap.given_hardware import given_hardware
 
 
-def offload_options(hardware: str | Hardware | None = None) -> dict[str, str]:
+def offload_options(hardware: str | os.PathLike[str] | Hardware | None = None) -> dict[str, str]:
     """Compiler options that have a TPU run collectives beside the matmuls, by themselves.
 
         jax.jit(train_step, compiler_options=overlap.offload_options())
@@ -21,14 +23,11 @@ def offload_options(hardware: str | Hardware | None = None) -> dict[str, str]:
     TPU7x needs none, and the others know none.
 
     Args:
-      hardware: a name such as ``"tpu_v6e"``, or a ``cost_model.Hardware``; None for that of the attached
-        devices, which starts jax's backend.
+      hardware: as of the decorator; None for that of the attached devices, which starts jax's backend.
 
     Raises:
-      ValueError: an unknown hardware name; the message lists the known ones.
+      ValueError, OSError, TypeError: it is no hardware, as of the decorator.
     """
-    if isinstance(hardware, str):
-        hardware = cost_model.by_name(hardware)
-    if hardware is None:
-        hardware = cost_model.from_device_kind(jax.devices()[0].device_kind)
-    return {} if hardware is None else options_of(hardware)
+    given = given_hardware(hardware)
+    found = given(jax.devices()[0].device_kind if hardware is None else None)
+    return {} if found is None else options_of(found)

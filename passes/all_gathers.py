@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from cost_model.chips import from_device_kind
 from cost_model.tile import LANES
 from passes import rows, shims
 from passes.arrivals import cut_for, rounded, take_in, values_of
 from passes.block_eval import Piece, Read, run_on_piece, tie_typed, write
 from passes.chains import AllGatherDot, Chain
+from passes.chip import chip_of
 from passes.gather_ring import cut
 from passes.graph import Dataflow
 from passes.hops import Places
@@ -129,7 +129,7 @@ def _by_strips(
 
 def _gathered_by_dots(aval: Any) -> bool:
     """Whether the dots of a program with this value themselves run its all_gathers, as on v5e."""
-    hardware = from_device_kind(shims.device_kind(aval) or "")
+    hardware = chip_of(aval)
     return hardware is not None and hardware.dots_gather
 
 

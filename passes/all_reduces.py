@@ -18,7 +18,6 @@ import jax
 import numpy as np
 from jax import lax
 
-from cost_model import from_device_kind
 from cost_model.offloaded import cuts_apart
 from cost_model.tile import LANES
 from passes import shims
@@ -37,6 +36,7 @@ from passes.block_eval import (
     write_in_a_row,
 )
 from passes.chains import AllGatherDot, Chain, DotPsum, DotReduceScatter
+from passes.chip import chip_of
 from passes.gather_ring import cut, own_block
 from passes.graph import Dataflow, Operand
 from passes.hops import Places
@@ -230,7 +230,7 @@ def _pieces_of_sum(
         sliced = flow.ops[dot.op].inputs[strips.operand]
         along = strips.dim
         summed = flow.aval(flow.ops[chain.collective.op].inputs[0])
-        hardware = from_device_kind(shims.device_kind(summed) or "")
+        hardware = chip_of(summed)
         rows, of = summed.size // summed.shape[strips.result_dim], flow.aval(sliced).dtype.name
         apart = hardware is not None and cuts_apart(rows, of, hardware)
         for part in parts(schedule, read(sliced).shape[along], LANES):

@@ -6,9 +6,8 @@ import functools
 import operator
 from typing import TYPE_CHECKING, Any, Final
 
-from cost_model import from_device_kind
-from passes import shims
 from passes.chains import AllGatherDot
+from passes.chip import chip_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -126,5 +125,5 @@ def _in_turn(plan: Plan) -> bool:
 
 
 def _limited(aval: Any) -> bool:
-    hardware = from_device_kind(shims.device_kind(aval) or "")
+    hardware = chip_of(aval)
     return hardware is not None and hardware.name in _LIMITED

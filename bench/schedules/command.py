@@ -56,15 +56,6 @@ def grid_parser(description: str | None) -> argparse.ArgumentParser:
     return made
 
 
-def offloading(made: argparse.ArgumentParser) -> None:
-    """The option to compile for offloaded collectives."""
-    made.add_argument(
-        "--offload",
-        action="store_true",
-        help="compile with the options that have collectives run beside dots by themselves; written apart",
-    )
-
-
 def _versions(text: str) -> tuple[str, ...]:
     wanted = text.split(",")
     if unknown := [name for name in wanted if name not in VERSIONS]:

@@ -44,7 +44,7 @@ def test_values(case: tuple[str, int], axis_size: int, dtype: str, check_vma: bo
 def test_values_of_strips_of_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As v5p and v6e make them of many rows: a barrier more for each."""
     plain = assert_values(name, 2, BLOCK, in_turn(3), "float32", check_vma=True)
-    monkeypatch.setattr(all_reduces, "from_device_kind", lambda _: by_name("tpu_v5p"))
+    monkeypatch.setattr(all_reduces, "chip_of", lambda _: by_name("tpu_v5p"))
     monkeypatch.setattr(all_reduces, "cuts_apart", lambda *_: True)
     apart = assert_values(name, 2, BLOCK, in_turn(3), "float32", check_vma=True)
     assert barriers(apart) == barriers(plain) + 3
