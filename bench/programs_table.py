@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for heading in (HEADINGS[0], *HEADINGS[2:]):
-        table.add_column(heading, no_wrap=heading == HEADINGS[0])
+        table.add_column(heading, no_wrap=heading == HEADINGS[0], overflow="fold")
     for row in found:
         program, mesh, policy, rewritten, kept, times = row.cells
         first = row.policy == POLICIES[0]

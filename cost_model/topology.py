@@ -388,7 +388,8 @@ class Topology:
             counts[domain] += 1
         description = f"{max(counts.values(), default=0)} {hardware.name}"
         if len(counts) > 1:
-            description = f"{len(counts)} hosts of {description}, each behind one switch"
+            most = "up to " if len(set(counts.values())) > 1 else ""
+            description = f"{len(counts)} hosts of {most}{description}, each behind one switch"
         else:
             description += " behind one switch"
         return cls(hardware, description, tuple(places))

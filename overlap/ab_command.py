@@ -70,6 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
         if jax.process_index() == 0:
             measured = getattr(sys.modules[arguments.target.partition(":")[0]], "__file__", None)
             check_outputs({"--json": arguments.json, "--html": arguments.html}, read=[measured])
+        if arguments.trace_dir == "":
+            raise ValueError("--trace-dir names no directory: give it the path of one")
         if arguments.trace_dir is not None and arguments.traced_rounds:
             check_directory(arguments.trace_dir)
     except ValueError as error:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Final
 
 from cost_model.calibration import SUFFIX, Calibration, is_file_name
@@ -17,6 +19,10 @@ from overlap.units import digits, duration, percent
 
 FAILED: Final = 2
 """The exit status when nothing could be measured, or the file not written."""
+
+STDOUT: Final = 1
+STDERR: Final = 2
+"""The numbers by which a process knows its standard output and error."""
 
 NOISY: Final = 0.2
 """A spread above which the figures deserve a warning."""
@@ -62,25 +68,54 @@ def run(arguments: argparse.Namespace) -> int:
         main = jax.process_index() == 0
         if main:
             check_outputs({"--out": arguments.out})
-        with progress_bar("measuring") if main else nullcontext() as progress:
+        with _others_to_stderr(), progress_bar("measuring") if main else nullcontext() as progress:
             found = calibrate(mesh_shape=mesh_shape, quick=arguments.quick, progress=progress)
-        if main and arguments.out is not None:
-            found.write(arguments.out)
     except OSError as error:
-        print(f"overlap calibrate: {arguments.out} cannot be written ({error.strerror})", file=sys.stderr)
+        print(_unwritable(arguments.out, error), file=sys.stderr)
         return FAILED
     except (ValueError, RuntimeError) as error:
         print(f"overlap calibrate: {error}", file=sys.stderr)
         return FAILED
-    if not main:
-        return 0
-    table = sys.stderr if arguments.out is None else sys.stdout
+    return _tell(found, arguments.out) if main else 0
+
+
+def _tell(found: Calibration, out: str | None) -> int:
+    """Prints the figures and writes the file, or prints that too; the exit status."""
+    table = sys.stderr if out is None else sys.stdout
     print(wrapped(text(found), columns(PIPE_COLUMNS)), file=table)
-    if arguments.out is None:
+    if out is None:
         print(found.to_json())
-    else:
-        print(f"Wrote {arguments.out}; give it as hardware=.", file=table)
+        return 0
+    try:
+        found.write(out)
+    except OSError as error:
+        # They took minutes to measure.
+        print(found.to_json())
+        print(f"{_unwritable(out, error)}: what would stand there is printed above", file=sys.stderr)
+        return FAILED
+    print(f"Wrote {out}; give it as hardware=.", file=table)
     return 0
+
+
+def _unwritable(out: str | None, error: OSError) -> str:
+    return f"overlap calibrate: {out} cannot be written ({error.strerror})"
+
+
+@contextmanager
+def _others_to_stderr() -> Iterator[None]:
+    """What libraries print to stdout goes to stderr: gloo tells there of every connection, amid the JSON."""
+    try:
+        kept = os.dup(STDOUT)
+    except OSError:  # it is closed
+        yield
+        return
+    with suppress(OSError):  # so is stderr
+        os.dup2(STDERR, STDOUT)
+    try:
+        yield
+    finally:
+        os.dup2(kept, STDOUT)
+        os.close(kept)
 
 
 def text(found: Calibration) -> str:

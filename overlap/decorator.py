@@ -17,6 +17,7 @@ import jax
 import passes
 from cost_model import Hardware
 from overlap.given_hardware import GivenHardware, given_hardware
+from overlap.offloading import offload_hint
 from overlap.report import Report
 from overlap.rewriting import Rewriter
 from overlap.trials import trials_for
@@ -136,14 +137,14 @@ class Overlapped:
         self._options = _jit_options(self.original)
         _check_referable(self.original.__wrapped__)
         compiler_options = self._options.kwargs.get("compiler_options", {})
-        hardware_of = dataclasses.replace(hardware, compiler_options=compiler_options)
+        self._hardware_of = dataclasses.replace(hardware, compiler_options=compiler_options)
         self._rewriter = Rewriter(
             str(getattr(self.original, "__name__", type(self.original.__wrapped__).__name__)),
-            hardware_of,
+            self._hardware_of,
             policy,
             strict,
             self._options.kwargs["inline"],
-            trials_for(policy, hardware_of, compiler_options),
+            trials_for(policy, self._hardware_of, compiler_options),
         )
         self._calls: dict[Any, Any] = {}
         self._inner: Any = jax.jit(
@@ -239,7 +240,8 @@ class Overlapped:
         jaxpr = self.original.trace(*args, **kwargs).jaxpr
         with shims.hops_vary(shims.nothing_is_traced()), shims.nothing_is_folded():
             _, plan = self._rewriter.rewrite(jaxpr, jaxpr.in_avals)
-        return Report(passes.sites(plan), name=self._rewriter.name)
+        hint = offload_hint(self._hardware_of, plan.device_kinds)
+        return Report(passes.sites(plan), name=self._rewriter.name, hint=hint)
 
     def _run(self, whole: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The body that jit traces: the user's program as rewritten.

@@ -191,6 +191,8 @@ def _plot(found: Sequence[BreakEven], path: str, title: str, least_gain: float) 
         raise PlanError(
             f"--plot {path} cannot be written: {(error.strerror or str(error)).lower()}"
         ) from error
+    except ValueError as error:
+        raise PlanError(f"--plot {path} cannot be drawn: {str(error).lower()}") from error
     return named
 
 

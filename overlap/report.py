@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import sys
@@ -21,17 +22,11 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.table import Table
 
-SCHEMA: Final = 2
+SCHEMA: Final = 3
 """Version of the JSON form of ``Report``."""
 
 NOT_A_TERMINAL: Final = 100
 """Columns of the table where there is no terminal to ask."""
-
-ROOMY: Final = 90
-"""Columns from which the table has room for wider gaps."""
-
-WITH_TYPES: Final = 100
-"""Columns from which the table has room for the collective's types."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -45,10 +40,12 @@ class Report:
     Attributes:
       sites: one per collective of the program, in program order.
       name: the function's name.
+      hint: what else may be tried with this program on its hardware; empty if nothing is known.
     """
 
     sites: tuple[Site, ...]
     name: str = ""
+    hint: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sites", tuple(self.sites))
@@ -94,6 +91,8 @@ class Report:
             lines = [f"{code} ({_numbered(numbers)}): {shorter(sentence)}"]
             lines += [f"{units.ranges(where)}: {shorter(detail)}" for detail, where in details]
             below.append("\n".join(lines))
+        if self.hint:
+            below.append(self.hint)
         rows = [_cells(number, site, shorter, " → ") for number, site in enumerate(self.sites, 1)]
         return html_table(_COLUMNS, rows, below)
 
@@ -114,6 +113,9 @@ class Report:
             yield Text.assemble((code, "bold"), f" ({_numbered(numbers)}): {shorter(sentence)}")
             for detail, where in details:
                 yield Padding(Text(f"{units.ranges(where)}: {shorter(detail)}"), (0, 0, 0, 4), expand=False)
+        if self.hint:
+            yield Text()
+            yield Text(self.hint)
 
     @property
     def _title(self) -> str:
@@ -145,7 +147,7 @@ class Report:
         return text + "."
 
     def to_json(self) -> str:
-        """A JSON object: ``schema``, ``versions`` (of the libraries that made it), ``name`` and ``sites``.
+        """A JSON object: ``schema``, ``versions`` (of those that made it), ``name``, ``hint`` and ``sites``.
 
         Times are seconds. ``from_json`` reads it back unchanged.
         """
@@ -156,6 +158,7 @@ class Report:
                 "schema": SCHEMA,
                 "versions": {"overlap": __version__, "jax": jax.__version__},
                 "name": self.name,
+                "hint": self.hint,
                 "sites": [_site_to_dict(site) for site in self.sites],
             },
             indent=2,
@@ -177,10 +180,10 @@ class Report:
             raise ValueError(f"a report must be a JSON object, not {_json_type(data)}")
         if data.get("schema") != SCHEMA or isinstance(data["schema"], bool):
             raise ValueError(f"a report of schema {SCHEMA} is expected, not {data.get('schema')!r}")
-        _check(data, {"schema": int, "versions": dict, "name": str, "sites": list}, "the report")
-        return cls(
-            tuple(_site_from_dict(site, f"site {i}") for i, site in enumerate(data["sites"], 1)), data["name"]
-        )
+        types = {"schema": int, "versions": dict, "name": str, "hint": str, "sites": list}
+        _check(data, types, "the report")
+        sites = tuple(_site_from_dict(site, f"site {i}") for i, site in enumerate(data["sites"], 1))
+        return cls(sites, data["name"], data["hint"])
 
 
 # The table.
@@ -201,7 +204,7 @@ _COLUMNS = (
     "decision\nreason",
     "modelled µs\nschedule",
 )
-_TYPES, _DECISION = 3, 4
+_TYPES, _DECISION, _SCHEDULE = 3, 4, 5
 
 
 def _cells(number: int, site: Site, shorter: _Shorter, to: str) -> tuple[str, ...]:
@@ -224,19 +227,56 @@ def _table(sites: tuple[Site, ...], shorter: _Shorter, width: int) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    roomy = width >= ROOMY
-    shown = [column for column in range(len(_COLUMNS)) if column != _TYPES or width >= WITH_TYPES]
-    # The box puts one column between two cells; a narrow terminal has no room for more.
+    rows, widths, roomy = _layout(sites, shorter, width)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, int(roomy), 0, 0))
-    table.add_column(_COLUMNS[0], justify="right")
-    for column in shown[1:]:
-        table.add_column(_COLUMNS[column], overflow="fold")
-    for number, site in enumerate(sites, 1):
-        cells = [Text(cell) for cell in _cells(number, site, shorter, " → " if roomy else "→")]
+    for column, whole in widths.items():
+        table.add_column(
+            _COLUMNS[column], justify="right" if column == 0 else "left", overflow="fold", width=whole
+        )
+    for row, site in zip(rows, sites, strict=True):
+        cells = {column: Text(row[column]) for column in widths}
         decision = cells[_DECISION]
         decision.stylize("bold green" if site.rewritten else "yellow", 0, decision.plain.index("\n"))
-        table.add_row(*(cells[column] for column in shown))
+        table.add_row(*cells.values())
     return table
+
+
+def _layout(
+    sites: tuple[Site, ...], shorter: _Shorter, width: int
+) -> tuple[list[tuple[str, ...]], dict[int, int | None], bool]:
+    """The cells, the columns that are shown, with their widths, and whether there is room for wider gaps.
+
+    Of the last column only schedules are broken, at blanks; of the others nothing. Types are left out where
+    there is no room for them, and names are broken (widths of None) where there is none for these.
+    """
+    from rich.cells import cell_len
+
+    def cells(roomy: bool) -> list[tuple[str, ...]]:
+        # The box puts one column between two cells, padding another.
+        to = " → " if roomy else "→"
+        return [_cells(number, site, shorter, to) for number, site in enumerate(sites, 1)]
+
+    def longest(texts: Iterable[str]) -> int:
+        return max(map(cell_len, texts), default=0)
+
+    for typed, roomy in itertools.product((True, False), repeat=2):
+        rows = cells(roomy)
+        shown = [column for column in range(_SCHEDULE) if typed or column != _TYPES]
+        widths = {
+            column: longest(line for row in (_COLUMNS, *rows) for line in row[column].splitlines())
+            for column in shown
+        }
+        kept_whole = (part for row in rows for part in _unbroken(row[_SCHEDULE]))
+        least = max(longest(_COLUMNS[_SCHEDULE].splitlines()), longest(kept_whole))
+        if sum(widths.values()) + len(widths) * (1 + int(roomy)) + least <= width:
+            return rows, {**widths, _SCHEDULE: None}, roomy
+    return cells(False), dict.fromkeys((*shown, _SCHEDULE)), False
+
+
+def _unbroken(cell: str) -> list[str]:
+    """Of times and a schedule: the times, and the schedule's words."""
+    times, _, schedule = cell.partition("\n")
+    return [times, *schedule.split()]
 
 
 def _counted(sites: tuple[Site, ...]) -> str:
@@ -256,9 +296,12 @@ def _micros(seconds: float) -> str:
 
 
 def _place(source: str) -> tuple[str, str]:
-    """``file:line`` and function of ``file:line (function)``."""
+    """``file:line`` and function of ``file:line (function)``: the innermost that has a name."""
     found = re.fullmatch(r"(.*) \((.*)\)", source, re.DOTALL)
-    return (found[1], found[2]) if found else (source, "")
+    if found is None:
+        return source, ""
+    named = [name for name in found[2].split(".<locals>.") if not name.startswith("<")]
+    return found[1], named[-1] if named else found[2]
 
 
 class _Shorter:

@@ -200,7 +200,7 @@ def _heading(step: StepTime, hardware: Hardware) -> str:
     return (
         f"{model.layers} layers of {model.d_model} and {model.d_ff}{attention}: "
         f"{digits(model.parameters / 1e9)} billion weights, {model.tokens:,} tokens a step, on {where} "
-        f"({step.split.devices} devices). All times are modelled."
+        f"({step.split.devices} device{'s' * (step.split.devices > 1)}). All times are modelled."
     )
 
 

@@ -176,7 +176,7 @@ def test_gpus_of_a_host_share_a_switch_whatever_their_process(processes: int) ->
 
 def test_gpus_of_which_only_the_number_is_known_fill_hosts() -> None:
     topology = Topology.logical((4, 5), _H100)
-    assert str(topology) == "3 hosts of 8 h100, each behind one switch"
+    assert str(topology) == "3 hosts of up to 8 h100, each behind one switch"
     assert [place.domain for place in topology.places] == [0] * 8 + [1] * 8 + [2] * 4
     assert topology.domains == 3
     assert names(topology, 7, 8) == ["device 7→network", "network→host 1 device 0"]

@@ -663,6 +663,8 @@ def test_outputs_of_one_name_and_a_trace_in_a_file_are_told_before_anything_runs
     for path in ("ab_script.py", "ab_script.py/trace"):
         assert main(["ab", "ab_script:profile", "--trace-dir", path]) == 2
         assert capsys.readouterr().err == f"overlap ab: cannot write {path}: Not a directory\n"
+    assert main(["ab", "ab_script:profile", "--trace-dir", ""]) == 2
+    assert "--trace-dir names no directory" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("script")

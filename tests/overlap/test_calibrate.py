@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import random
@@ -10,7 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import jax
 import numpy as np
@@ -286,6 +287,36 @@ open(f"{{sys.argv[2]}}/{{index}}.json", "w").write(found.to_json())
         assert errors.startswith("Measured on 8 × cpu")
         assert max(map(len, errors.splitlines())) <= 80
         assert ", ".join(tiny.kept) in " ".join(errors.split())
+
+    def test_what_libraries_print_is_kept_out_of_the_json(
+        self, tiny: Calibration, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        def chatty(**_: Any) -> Calibration:
+            os.write(1, b"[Gloo] Rank 0 is connected\n")
+            return tiny
+
+        monkeypatch.setattr("overlap.calibrate_command.calibrate", chatty)
+        assert __main__.main(["calibrate"]) == 0
+        out, errors = capfd.readouterr()
+        assert json.loads(out) == json.loads(tiny.to_json()) and "[Gloo] Rank 0" in errors
+
+    def test_figures_are_not_lost_with_a_disk_that_is_full_in_the_end(
+        self,
+        tiny: Calibration,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        tmp_path: Path,
+    ) -> None:
+        def full(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr("overlap.calibrate_command.calibrate", lambda **_: tiny)
+        monkeypatch.setattr(Calibration, "write", full)
+        out_file = tmp_path / "out.json"
+        assert __main__.main(["calibrate", "--out", str(out_file)]) == 2
+        out, errors = capsys.readouterr()
+        assert json.loads(out[out.index("{") :]) == json.loads(tiny.to_json())
+        assert f"{out_file} cannot be written (No space left on device): what would stand" in errors
 
     def test_noisy_times_come_with_a_warning(
         self, tiny: Calibration, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -78,7 +78,7 @@ class TestDemo:
         rewritten, sites = int(found[1]), int(found[2])
         assert 0 < rewritten < sites
         assert (
-            len(re.findall(r"^ ?\d+ (?:all_gather|reduce_scatter|psum|dot_)", demo(), re.MULTILINE)) == sites
+            len(re.findall(r"^ *\d+ +(?:all_gather|reduce_scatter|psum|dot_)", demo(), re.MULTILINE)) == sites
         )
         assert "profitable (site" in demo()
 

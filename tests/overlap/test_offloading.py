@@ -1,5 +1,6 @@
 """Compiler options that have collectives run beside dots by themselves, and what is decided by them."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -62,6 +63,21 @@ def test_what_is_decorated_anew_keeps_them() -> None:
     decorated = overlap_collectives(function, hardware="tpu_v6e")
     assert decorated.hardware == by_name("tpu_v6e")
     assert "all_reduces in turn" in schedule(decorated, arguments, "tpu_v6e")
+
+
+def test_the_report_tells_where_none_is_set() -> None:
+    def hint(options: dict[str, str] | None, hardware: Any) -> str:
+        function, arguments = psum(options)
+        return overlap_collectives(function, hardware=hardware).explain(*arguments).hint
+
+    assert 'overlap.offload_options("tpu_v6e")' in hint(None, "tpu_v6e")
+    own = dataclasses.replace(by_name("tpu_v6e"), name="mine")
+    assert "On mine" in hint(None, own) and "overlap.offload_options(hardware)" in hint(None, own)
+    options = offload_options("tpu_v6e")
+    for chosen in (options, dict.fromkeys(options, "false")):
+        assert hint(chosen, "tpu_v6e") == ""
+    for hardware in ("tpu_7x", "h100", None):
+        assert hint(None, hardware) == ""
 
 
 SCRIPT = """

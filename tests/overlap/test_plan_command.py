@@ -289,7 +289,7 @@ class TestThePicture:
         drawn = (tmp_path / "out.svg").read_text("utf-8")
         assert drawn.startswith("<?xml") and len(drawn) > 5000
         assert __main__.main((*ON_16, "--plot", str(tmp_path / "out.nonsense"))) == 2
-        assert "nonsense" in capsys.readouterr().err
+        assert "out.nonsense cannot be drawn: format 'nonsense' is not supp" in capsys.readouterr().err
 
     def test_it_is_named_as_it_is_written(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")

@@ -65,7 +65,7 @@ sites = st.builds(
     schedule=st.text(),
     estimate=st.none() | estimates,
 )
-reports = st.builds(Report, st.lists(sites, max_size=4).map(tuple), name=st.text())
+reports = st.builds(Report, st.lists(sites, max_size=4).map(tuple), name=st.text(), hint=st.text())
 
 
 class TestNotebook:
@@ -121,6 +121,33 @@ class TestTable:
         for word in ("dot_reduce_scatter", "tensor (16) ×32", "scatter_sequence", "decoder.py:1175", *codes):
             assert word in table
 
+    @pytest.mark.parametrize("width", [94, 120])
+    def test_types_are_shown_where_no_name_need_be_broken_for_them(self, width: int) -> None:
+        flat = site(Code.PARTIAL_SUM_ESCAPES, operand="bf16[4096,4096]", result="bf16[1024,4096]")
+        deep = dataclasses.replace(flat, operand="bf16[8,16,1024,128,64]")
+        shown, left_out = Report((flat,)).text(width), Report((flat, deep)).text(width)
+        for word in ("dot_reduce_scatter", "scatter_sequence", "partial_sum_escapes", "420 ×1.19"):
+            assert word in shown and word in left_out.split("collectives rewritten")[0]
+        assert "bf16[4096,4096]" in shown
+        assert ("bf16[8,16,1024,128,64]" in left_out) is (width == 120)
+        assert ("bf16" in left_out) is (width == 120)
+
+    def test_functions_are_named_by_the_innermost_that_has_a_name(self) -> None:
+        for written, shown in {
+            "attention.<locals>.<genexpr>": "attention",
+            "make_step.<locals>.loss": "loss",
+            "Block.__call__": "Block.__call__",
+            "<lambda>": "<lambda>",
+        }.items():
+            row = Report((site(source=f"layer.py:1 ({written})"),)).text(100).splitlines()[4]
+            assert row.split()[2] == shown
+
+    def test_hint_comes_last(self) -> None:
+        report = Report((site(),), hint="Try it [both] ways.")
+        assert report.text(100).endswith("\n\nTry it [both] ways.")
+        assert report._repr_html_().count("Try it [both] ways.") == 1
+        assert "Try" not in Report((), hint=report.hint).text(100)
+
     def test_row_tells_decision_reason_schedule_and_times(self) -> None:
         rows = Report((site(),)).text(100).splitlines()[3:5]
         assert rows[0].split() == [
@@ -134,7 +161,7 @@ class TestTable:
 
     def test_site_without_estimate_shows_no_times(self) -> None:
         text = Report((site(Code.NO_DOT, estimate=None, schedule=""),)).text(80)
-        assert "→" not in text.split("collective rewritten")[0].split("──\n")[1]
+        assert "×" not in text.split("collective rewritten")[0].split("──\n")[1]
 
     def test_totals_count_every_execution(self) -> None:
         report = Report((site(count=10), site(count=5), site(Code.NOT_PROFITABLE, count=1000)), name="step")
@@ -261,7 +288,7 @@ class TestJson:
 
     def test_tells_times_versions_and_schema(self) -> None:
         data = json.loads(Report((site(), site(Code.NO_DOT, estimate=None)), name="step").to_json())
-        assert data["schema"] == 2
+        assert data["schema"] == 3
         assert set(data["versions"]) == {"overlap", "jax"}
         assert data["name"] == "step"
         first, second = data["sites"]
@@ -274,9 +301,9 @@ class TestJson:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            (lambda d: d.update(schema=1), "schema 2 is expected, not 1"),
-            (lambda d: d.pop("schema"), "schema 2 is expected, not None"),
-            (lambda d: d.update(schema=True), "schema 2 is expected, not True"),
+            (lambda d: d.update(schema=1), "schema 3 is expected, not 1"),
+            (lambda d: d.pop("schema"), "schema 3 is expected, not None"),
+            (lambda d: d.update(schema=True), "schema 3 is expected, not True"),
             (lambda d: d.pop("sites"), "the report lacks sites"),
             (lambda d: d.update(name=3), "name of the report must be a string, not an integer"),
             (lambda d: d.update(extra=3), "the report has unknown fields: extra"),
