@@ -20,7 +20,7 @@ from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
 from cost_model.on_chip import Whole, side_bytes, wholes
-from cost_model.ring_copies import adding_s, copies_s, cutting_s, entering_s
+from cost_model.ring_copies import adding_s, copies_at_once_s, copies_s, cutting_s, entering_s
 from cost_model.ring_on_chip import OnChip, late_s, on_chip, sum_near, sums_stay
 from cost_model.ring_work import RingWork, blocks_of, cut_side, few_rows_between_tiles, sent_side, strip_side
 from cost_model.tile import LANES, placed_slowness
@@ -168,6 +168,10 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
         halved_s = max(max(dots_s, wire_s / 2) + dots_s / 2, wire_s) + dots_s / 2
         overlapped_s -= step_s + dots_s - halved_s
 
+    # Blocks of all steps that are cut at once are cut before the first dots, beside the first hop.
+    at_once_s = once_s = copies_at_once_s(work, axis.size, hardware)
+    if at_once_s and hardware.overlaps:
+        once_s = _beside_s(work, partial_s + add_s + at_once_s, wire_s) - step_s
     waited_s = _waited_s(work, placed, hardware, fetched=fetched, first_s=partial_s, wire_s=step_s - add_s)
     if not fetched:
         waited_s += _late_s(work, placed, axis)
@@ -185,10 +189,10 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
     return Estimate(
         dot_s=dot_s,
         collective_s=collective_s,
-        partials_s=waited_s + work.columns * (first_s + hops * (partial_s + add_s)),
+        partials_s=waited_s + at_once_s + work.columns * (first_s + hops * (partial_s + add_s)),
         hops_s=work.columns * hops * wire_s,
         hop_latency_s=work.columns * hops * latency_s,
-        overlapped_s=waited_s + work.columns * overlapped_s,
+        overlapped_s=waited_s + once_s + work.columns * overlapped_s,
         added_bytes=_added_bytes(work, placed, axis),
     )
 

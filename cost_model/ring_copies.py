@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
 from cost_model.on_chip import Side, side_bytes
@@ -31,8 +32,14 @@ CUTTING: Final = 1.25
 CUTTING_ROWS: Final = 0.8
 """Of cutting rows of an operand that fits on chip: it is fetched once (v5e, v6e, 7x: 0.7 to 1.2)."""
 
-CUTTING_COLUMNS: Final = 0.6
-"""The same of columns (v5e, v6e, 7x: 0.3 to 0.8)."""
+CUTTING_COLUMNS: Final = (0.6, 2.2)
+"""Of cutting columns of the left operand for a gather, wherever it is, and what elements of a byte add, wider
+ones as much less (int8: 2.1 to 4.2, bfloat16: 1.0 to 2.5, float32: 1.2 to 1.7; least on v5e and v6e, most on
+v5p and 7x)."""
+
+CUTTING_SHARED_COLUMNS: Final = (0.5, 0.9)
+"""The same where all pieces, strips of the other operand, read the block, which is cut once for them (int8:
+1.1 to 1.9, bfloat16: 0.8 to 1.4, float32: 0.7 to 0.9; v4: 2.5 to 3.0)."""
 
 CUTTING_RIGHT: Final = 2.5
 """Of cutting rows of the right operand for a gather, wherever it is (v5p: 1.4 to 2.8, v5e: 1.9 to 2.5,
@@ -109,12 +116,26 @@ def copies_s(work: RingWork, axis_size: int, hardware: Hardware, *, cut_out: boo
     for number, (piece, whole) in enumerate(work.pairs if work.cut != "dot" else ()):
         side = cut_side(work, axis_size, number)
         near = _from_chip(work, whole, side, hardware)
-        if side is not None and (near or not cut_out):
+        if side is not None and (near or not cut_out) and not _at_once(work, axis_size, number, hardware):
             # All columns need the same blocks, and compilers cut them once.
-            factor = _cutting(work, side, hardware, near=near)
+            factor = _cutting(work, side, number, hardware, near=near)
             copied_bytes += factor * work.dots * side_bytes(piece, side) / work.columns
             copies += 0 if near else work.pieces / work.columns
     return copies * hardware.copy_overhead_s + 2 * copied_bytes / hardware.hbm_bytes_per_s
+
+
+def copies_at_once_s(work: RingWork, axis_size: int, hardware: Hardware) -> float:
+    """Seconds of cutting the blocks of all steps, where a TPU's compiler does so before the first dots.
+
+    It cuts what several steps read of one operand, each step one block, by one operation.
+    """
+    each, element = CUTTING_SHARED_COLUMNS
+    copied_bytes = sum(
+        (each + element / dtype_bytes(piece.dtype)) * side_bytes(whole, "lhs")
+        for number, (piece, whole) in enumerate(work.pairs)
+        if _at_once(work, axis_size, number, hardware)
+    )
+    return 2 * copied_bytes / hardware.hbm_bytes_per_s
 
 
 def adding_s(added_bytes: float, hardware: Hardware) -> float:
@@ -162,12 +183,24 @@ def _from_chip(work: RingWork, whole: Matmul, side: Side | None, hardware: Hardw
     return hardware.keeps_sums and not work.joined and side_bytes(whole, side) <= hardware.on_chip_bytes
 
 
-def _cutting(work: RingWork, side: Side, hardware: Hardware, *, near: bool) -> float:
+def _at_once(work: RingWork, axis_size: int, number: int, hardware: Hardware) -> bool:
+    """Whether blocks of the left operand are cut for all pieces of a gather, and for all steps at once."""
+    piece, whole = work.piece[number], work.matmuls[number]
+    return (
+        hardware.network == "torus"
+        and work.collective == "all_gather"
+        and work.cut == "apart"
+        and work.dots > 1
+        and piece.k * axis_size == whole.k
+        and cut_side(work, axis_size, number) == "lhs"
+    )
+
+
+def _cutting(work: RingWork, side: Side, number: int, hardware: Hardware, *, near: bool) -> float:
     """Times as long as copying takes to cut a block."""
     if hardware.network != "torus":
         return 1.0
-    if work.collective == "all_gather" and side == "rhs":
-        return CUTTING_RIGHT
-    if not near:
-        return CUTTING
-    return CUTTING_ROWS if work.collective == "reduce_scatter" else CUTTING_COLUMNS
+    if work.collective == "all_gather":
+        each, element = CUTTING_COLUMNS
+        return CUTTING_RIGHT if side == "rhs" else each + element / dtype_bytes(work.piece[number].dtype)
+    return CUTTING_ROWS if near else CUTTING

@@ -29,13 +29,16 @@ from cost_model.ring_copies import (
     CUTTING_COLUMNS,
     CUTTING_RIGHT,
     CUTTING_ROWS,
+    CUTTING_SHARED_COLUMNS,
     JOINING,
     JOINING_BLOCKS,
     JOINING_MORE,
     between_tiles_bytes,
+    copies_at_once_s,
     copies_s,
     entering_s,
 )
+from cost_model.ring_on_chip import on_chip
 from cost_model.ring_work import Cut
 
 _V5P, _V5E, _H100, _CPU = by_name("tpu_v5p"), by_name("tpu_v5e"), by_name("h100"), by_name("cpu")
@@ -586,13 +589,33 @@ def test_a_gather_s_dots_cut_blocks_out_of_what_does_not_travel() -> None:
     plain, apart = (
         estimate(dataclasses.replace(work, cut=cut), Axis(_PLAIN, 4)).partials_s for cut in ("dot", "apart")
     )
-    assert apart - plain == pytest.approx(4 * 2 * CUTTING * 2e-3)
+    cut_s = 2 * (CUTTING_COLUMNS[0] + CUTTING_COLUMNS[1] / 2) * 2e-3
+    assert apart - plain == pytest.approx(4 * cut_s)
     in_columns = dataclasses.replace(work, columns=2)
     plain, apart = (
         estimate(dataclasses.replace(in_columns, cut=cut), Axis(_PLAIN, 4)).partials_s
         for cut in ("dot", "apart")
     )
-    assert apart - plain == pytest.approx(4 * 2 * CUTTING * 2e-3)
+    assert apart - plain == pytest.approx(4 * cut_s)
+
+
+def test_blocks_that_are_cut_at_once_are_cut_beside_the_first_hop() -> None:
+    """x[1000, 4000] · w[4000, 500], in strips of w that share blocks of x: 8e6 bytes of these are copied."""
+    whole = Matmul(m=1000, k=4000, n=500)
+    strip = dataclasses.replace(whole, k=1000, n=250)
+    copied_s = 2 * 8e-3 * (CUTTING_SHARED_COLUMNS[0] + CUTTING_SHARED_COLUMNS[1] / 2)
+
+    def exposed_s(hop_s: float) -> float:
+        sizes = {"shard_bytes": hop_s * 1e9, "collective_shard_bytes": hop_s * 1e9}
+        work = _work(matmuls=(whole,), piece=(strip,), sides=("rhs",), directions=2, **sizes)
+        plain, apart = (
+            estimate(dataclasses.replace(work, cut=cut), Axis(_PLAIN, 4)) for cut in ("dot", "apart")
+        )
+        assert apart.partials_s - plain.partials_s == pytest.approx(copied_s)
+        return apart.overlapped_s - plain.overlapped_s
+
+    assert exposed_s(1e-6) == pytest.approx(copied_s)
+    assert exposed_s(1.0) == pytest.approx(0.0)
 
 
 def test_a_gather_cuts_its_shard_before_the_first_hop() -> None:
@@ -678,8 +701,19 @@ def test_results_that_grow_on_the_chip_leave_it_at_the_end() -> None:
     placing = dataclasses.replace(growing, places_slowly=True)
     slower_s = waited_s + 8 * far_s + brought_s
     assert estimate(work, Axis(placing, 4)).partials_s == pytest.approx(slower_s)
-    too_small = dataclasses.replace(growing, results_on_chip=0.99)
-    assert estimate(work, Axis(too_small, 4)).partials_s == pytest.approx(waited_s + 8 * far_s)
+    # Beside two little shards the chip may be full.
+    assert estimate(work, Axis(dataclasses.replace(growing, results_on_chip=0.9), 4)) == estimate(
+        work, Axis(growing, 4)
+    )
+    for too_small in (
+        dataclasses.replace(growing, on_chip_bytes=9.99e6),
+        dataclasses.replace(growing, results_on_chip=0.0),
+    ):
+        assert estimate(work, Axis(too_small, 4)).partials_s == pytest.approx(waited_s + 8 * far_s)
+    for shard_bytes, grows in ((1e4, True), (1e5, False)):
+        carried = dataclasses.replace(work, shard_bytes=shard_bytes, collective_shard_bytes=shard_bytes)
+        roomy = dataclasses.replace(growing, on_chip_bytes=10.1e6, results_on_chip=0.9)
+        assert on_chip(carried, 4, roomy).results == (grows,)
 
 
 @pytest.mark.parametrize("name", ["tpu_v5p", "tpu_v6e"])
@@ -758,23 +792,32 @@ def test_blocks_of_what_was_fetched_whole_are_cut_out_sooner() -> None:
         collective_shard_bytes=1e6,
         cut="apart",
     )
+    halves = dataclasses.replace(columns, chains=2, piece=(dataclasses.replace(piece, k=500),))
+    strips = dataclasses.replace(columns, chains=2, piece=(dataclasses.replace(piece, n=250),))
     # The lhs travels, of which 4e6 bytes are gathered.
     right = dataclasses.replace(
         columns,
         matmuls=(Matmul(m=500, k=4000, n=1000),),
         piece=(Matmul(m=500, k=1000, n=1000),),
     )
+    apart = CUTTING_COLUMNS[0] + CUTTING_COLUMNS[1] / 2  # of bfloat16
     copied = [
         (rows, roomy, 2 * CUTTING_ROWS * 2e-3),
         (rows, keeping_none, 2 * CUTTING * 2e-3 + 2.0),
-        (columns, roomy, 2 * CUTTING_COLUMNS * 2e-3),
-        (columns, keeping_none, 2 * CUTTING * 2e-3 + 1.0),
+        (columns, roomy, 2 * apart * 2e-3),
+        (columns, keeping_none, 2 * apart * 2e-3 + 1.0),
+        (halves, roomy, 2 * apart * 2e-3),
+        (strips, roomy, 0.0),
         (right, roomy, 2 * CUTTING_RIGHT * 2e-3),
         (right, keeping_none, 2 * CUTTING_RIGHT * 2e-3 + 1.0),
         (rows, _PLAIN, 2 * CUTTING * 2e-3),
     ]
     for work, hardware, seconds in copied:
         assert copies_s(work, 4, hardware, cut_out=False) == pytest.approx(seconds)
+    # What strips of the other operand share is cut once, for all four steps.
+    shared = CUTTING_SHARED_COLUMNS[0] + CUTTING_SHARED_COLUMNS[1] / 2
+    assert copies_at_once_s(strips, 4, roomy) == pytest.approx(4 * 2 * shared * 2e-3)
+    assert not any(copies_at_once_s(other, 4, roomy) for other in (rows, columns, halves, right))
     # Where an earlier chunk's blocks are still there, they are not cut out again; on chip they are not.
     assert copies_s(rows, 4, keeping_none, cut_out=True) == 0
     assert copies_s(rows, 4, roomy, cut_out=True) == pytest.approx(2 * CUTTING_ROWS * 2e-3)
