@@ -13,7 +13,7 @@ from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
 from cost_model.on_chip import Side, side_bytes
 from cost_model.ring_work import Cut, RingWork, cut_side
-from cost_model.tile import tile_rows
+from cost_model.tile import SUBLANES, tile_rows
 
 JOINING: Final = 0.7
 """What a TPU's compiler makes of joining the pieces of a step for its only dot, and of taking the rows of the
@@ -48,6 +48,11 @@ v4: 2.5 to 5.7)."""
 COPYING_WHOLE: Final = 3.9
 """Of copying a whole operand to cut a block of rows that does not begin where a tile does, out of elements of
 a byte (v5e, v6e: 3.8 to 6.1)."""
+
+LAYING_OUT: Final = 20.0
+"""Of laying out a matrix of a batch anew for its place in the results, where its rows are no whole tiles and
+the batch is: a TPU's compiler has the batch in the place of the rows then (float32: v5p 9, v6e 20, v4 42;
+bfloat16: v5p 14, v4 33)."""
 
 CUTTING_BETWEEN_TILES: Final = 4.4
 """Of cutting such a block early, which spares the copy of the whole, beside what cutting takes anyway (v5e,
@@ -113,6 +118,7 @@ def copies_s(work: RingWork, axis_size: int, hardware: Hardware, *, cut_out: boo
         placed = [piece.result_bytes for piece, whole in work.pairs if piece.k == whole.k]
         copied_bytes += work.dots * sum(placed)
         copies += work.dots * len(placed)
+    copied_bytes += LAYING_OUT * work.dots * _laid_out_bytes(work, hardware)
     for number, (piece, whole) in enumerate(work.pairs if work.cut != "dot" else ()):
         side = cut_side(work, axis_size, number)
         near = _from_chip(work, whole, side, hardware)
@@ -181,6 +187,22 @@ def _joined_blocks_bytes(work: RingWork, axis_size: int, hardware: Hardware) -> 
 def _from_chip(work: RingWork, whole: Matmul, side: Side | None, hardware: Hardware) -> bool:
     """Whether blocks are cut from an operand that has been fetched as a whole."""
     return hardware.keeps_sums and not work.joined and side_bytes(whole, side) <= hardware.on_chip_bytes
+
+
+def _laid_out_bytes(work: RingWork, hardware: Hardware) -> float:
+    """Bytes of the results of a gather's pieces that are laid out anew, matrix by matrix of a batch."""
+    if hardware.network != "torus" or work.collective != "all_gather":
+        return 0.0
+    laid_out_bytes = 0.0
+    for piece, whole in work.pairs:
+        if piece.batch == whole.batch:
+            continue
+        # Strips of a matrix are placed as they are if their rows would be whole tiles of wider elements.
+        packed = int(SUBLANES * max(1.0, 4 / dtype_bytes(whole.result_dtype)))
+        rows = {SUBLANES} if piece.m * piece.n < whole.m * whole.n else {SUBLANES, packed}
+        if any(whole.m % tile and whole.batch % tile == 0 for tile in rows):
+            laid_out_bytes += piece.result_bytes
+    return laid_out_bytes
 
 
 def _at_once(work: RingWork, axis_size: int, number: int, hardware: Hardware) -> bool:

@@ -33,6 +33,7 @@ from cost_model.ring_copies import (
     JOINING,
     JOINING_BLOCKS,
     JOINING_MORE,
+    LAYING_OUT,
     between_tiles_bytes,
     copies_at_once_s,
     copies_s,
@@ -597,6 +598,24 @@ def test_a_gather_s_dots_cut_blocks_out_of_what_does_not_travel() -> None:
         for cut in ("dot", "apart")
     )
     assert apart - plain == pytest.approx(4 * cut_s)
+
+
+def test_matrices_whose_rows_are_no_whole_tiles_are_laid_out_anew() -> None:
+    """x[16, 1000, 1000] gathered on its batch dim, times w[16, 1000, 500]: results of 1e6 bytes a matrix."""
+
+    def laid_out_s(m: int, batch: int, itemsize: int, columns: int = 500) -> float:
+        out_dtype = "bfloat16" if itemsize == 2 else "float32"
+        whole = Matmul(batch=batch, m=m, k=1000, n=500, out_dtype=out_dtype)
+        piece = dataclasses.replace(whole, batch=1, n=columns)
+        work = _work(matmuls=(whole,), piece=(piece,), chains=500 // columns)
+        return copies_s(work, batch, _PLAIN, cut_out=False)
+
+    assert laid_out_s(1000, 16, 2) == pytest.approx(LAYING_OUT * 2 * 1e-3)
+    assert laid_out_s(1001, 8, 4) == pytest.approx(LAYING_OUT * 2 * 2.002e-3)
+    assert laid_out_s(1001, 16, 2, columns=250) == pytest.approx(LAYING_OUT * 2 * 1.001e-3)
+    assert laid_out_s(1001, 8, 2, columns=250) == pytest.approx(LAYING_OUT * 2 * 1.001e-3)
+    for as_it_is in ((1008, 16, 2), (1000, 8, 2), (1000, 8, 4), (1000, 16, 2, 250), (1001, 4, 4)):
+        assert laid_out_s(*as_it_is) == 0
 
 
 def test_blocks_that_are_cut_at_once_are_cut_beside_the_first_hop() -> None:
