@@ -49,14 +49,14 @@ COPYING_WHOLE: Final = 3.9
 """Of copying a whole operand to cut a block of rows that does not begin where a tile does, out of elements of
 a byte (v5e, v6e: 3.8 to 6.1)."""
 
+CUTTING_BETWEEN_TILES: Final = 4.4
+"""Of cutting such a block early, which spares the copy of the whole, beside what cutting takes anyway (v5e,
+v6e: 3.8 to 5.0)."""
+
 LAYING_OUT: Final = 20.0
 """Of laying out a matrix of a batch anew for its place in the results, where its rows are no whole tiles and
 the batch is: a TPU's compiler has the batch in the place of the rows then (float32: v5p 9, v6e 20, v4 42;
 bfloat16: v5p 14, v4 33)."""
-
-CUTTING_BETWEEN_TILES: Final = 4.4
-"""Of cutting such a block early, which spares the copy of the whole, beside what cutting takes anyway (v5e,
-v6e: 3.8 to 5.0)."""
 
 
 def between_tiles_bytes(
@@ -124,7 +124,7 @@ def copies_s(work: RingWork, axis_size: int, hardware: Hardware, *, cut_out: boo
         near = _from_chip(work, whole, side, hardware)
         if side is not None and (near or not cut_out) and not _at_once(work, axis_size, number, hardware):
             # All columns need the same blocks, and compilers cut them once.
-            factor = _cutting(work, side, number, hardware, near=near)
+            factor = _cutting(work, piece, side, hardware, near=near)
             copied_bytes += factor * work.dots * side_bytes(piece, side) / work.columns
             copies += 0 if near else work.pieces / work.columns
     return copies * hardware.copy_overhead_s + 2 * copied_bytes / hardware.hbm_bytes_per_s
@@ -135,9 +135,8 @@ def copies_at_once_s(work: RingWork, axis_size: int, hardware: Hardware) -> floa
 
     It cuts what several steps read of one operand, each step one block, by one operation.
     """
-    each, element = CUTTING_SHARED_COLUMNS
     copied_bytes = sum(
-        (each + element / dtype_bytes(piece.dtype)) * side_bytes(whole, "lhs")
+        _by_elements(CUTTING_SHARED_COLUMNS, piece) * side_bytes(whole, "lhs")
         for number, (piece, whole) in enumerate(work.pairs)
         if _at_once(work, axis_size, number, hardware)
     )
@@ -218,11 +217,16 @@ def _at_once(work: RingWork, axis_size: int, number: int, hardware: Hardware) ->
     )
 
 
-def _cutting(work: RingWork, side: Side, number: int, hardware: Hardware, *, near: bool) -> float:
+def _by_elements(factor: tuple[float, float], of: Matmul) -> float:
+    """A factor of two parts, the second by the bytes of an operand's elements."""
+    each, element = factor
+    return each + element / dtype_bytes(of.dtype)
+
+
+def _cutting(work: RingWork, piece: Matmul, side: Side, hardware: Hardware, *, near: bool) -> float:
     """Times as long as copying takes to cut a block."""
     if hardware.network != "torus":
         return 1.0
     if work.collective == "all_gather":
-        each, element = CUTTING_COLUMNS
-        return CUTTING_RIGHT if side == "rhs" else each + element / dtype_bytes(work.piece[number].dtype)
+        return CUTTING_RIGHT if side == "rhs" else _by_elements(CUTTING_COLUMNS, piece)
     return CUTTING_ROWS if near else CUTTING

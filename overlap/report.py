@@ -259,8 +259,9 @@ def _layout(
     def longest(texts: Iterable[str]) -> int:
         return max(map(cell_len, texts), default=0)
 
+    rows_of = {roomy: cells(roomy) for roomy in (True, False)}
     for typed, roomy in itertools.product((True, False), repeat=2):
-        rows = cells(roomy)
+        rows = rows_of[roomy]
         shown = [column for column in range(_SCHEDULE) if typed or column != _TYPES]
         widths = {
             column: longest(line for row in (_COLUMNS, *rows) for line in row[column].splitlines())
@@ -270,7 +271,7 @@ def _layout(
         least = max(longest(_COLUMNS[_SCHEDULE].splitlines()), longest(kept_whole))
         if sum(widths.values()) + len(widths) * (1 + int(roomy)) + least <= width:
             return rows, {**widths, _SCHEDULE: None}, roomy
-    return cells(False), dict.fromkeys((*shown, _SCHEDULE)), False
+    return rows_of[False], dict.fromkeys((*shown, _SCHEDULE)), False
 
 
 def _unbroken(cell: str) -> list[str]:
