@@ -30,6 +30,10 @@ FORESEEN: Final = 1 / 4
 to take hops for a quarter to two thirds as long as they are; of the compiled gathers of a grid (jax 0.10) two
 took 15 and 20 % longer than priced with a quarter (v5p), and the other 42 no more than 6 %."""
 
+ROOMIER: Final = 1.045
+"""How much more than usual TPU compilers were seen to keep on chip of a gather's operands (v6e 95 MiB in
+place of 92, v4 63.9 in place of 61 of a core, v5p 47.8 in place of 47)."""
+
 SHARDS_HELD: Final = 4.5
 """Shards that TPU compilers were seen to hold at once, and a bit: some come while others are multiplied."""
 
@@ -93,6 +97,36 @@ class Estimate:
 
 
 def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool = False) -> Estimate:
+    """Prices the rings: of a gather's whose dots find more on chip if that is a bit larger, the worse price.
+
+    Of an operand that just fits, or just does not, nothing is sure; a ring may take twice as long with it
+    there, as its sums find no room. `_estimate` tells the formulas.
+
+    Args:
+      work: what the rings do.
+      axis: the devices.
+      fetched: whether what is held on chip is there before the first dot.
+      cut_out: whether the blocks that are cut out before their dots have been, for another chunk of a psum.
+    """
+    found = _estimate(work, axis, fetched=fetched, cut_out=cut_out)
+    hardware = axis.hardware
+    if work.collective != "all_gather" or hardware.network != "torus":
+        return found
+    roomier = _roomier(hardware)
+    if on_chip(work, axis.size, hardware) == on_chip(work, axis.size, roomier):
+        return found
+    other = _estimate(work, dataclasses.replace(axis, hardware=roomier), fetched=fetched, cut_out=cut_out)
+    if other.overlapped_s <= found.overlapped_s:
+        return found
+    return dataclasses.replace(found, partials_s=other.partials_s, overlapped_s=other.overlapped_s)
+
+
+@functools.lru_cache
+def _roomier(hardware: Hardware) -> Hardware:
+    return dataclasses.replace(hardware, on_chip_bytes=ROOMIER * hardware.on_chip_bytes)
+
+
+def _estimate(work: RingWork, axis: Axis, *, fetched: bool, cut_out: bool) -> Estimate:
     """Prices the rings.
 
     With P devices a ring has P steps and P-1 hops. A step lasts, with n pieces whose dots take M each and
@@ -121,13 +155,7 @@ def estimate(work: RingWork, axis: Axis, *, fetched: bool = False, cut_out: bool
 
     Where the hardware does not overlap, hops and partial dots take turns, and a hop carries no less than the
     original collective did: a narrower wire is not an effect of the ring, and shared memory does not reward
-    it.
-
-    Args:
-      work: what the rings do.
-      axis: the devices.
-      fetched: whether what is held on chip is there before the first dot.
-      cut_out: whether the blocks that are cut out before their dots have been, for another chunk of a psum.
+    it. Arguments as of `estimate`.
     """
     if work.halves and axis.size > 1:
         return _halfway_estimate(work, axis, fetched=fetched)
@@ -287,8 +315,14 @@ def _waited_s(
         fetch_s += max(0.0, sum(later_bytes) / hardware.hbm_bytes_per_s - beside_s)
     waited_s = max(entering_s(work, hardware), fetch_s - max(0.0, wire_s - first_s))
     grown = zip(work.matmuls, placed.results, strict=True)
-    waited_s += sum(whole.result_bytes for whole, grows in grown if grows) / hardware.hbm_bytes_per_s
-    return waited_s
+    out_s = [whole.result_bytes * grows / hardware.hbm_bytes_per_s for whole, grows in grown]
+    if work.dots * len(work.matmuls) == 1 and not work.halves and work.piece[0].k == work.matmuls[0].k:
+        # What is there of the only result, but for the last dot's, leaves while that waits for its hop.
+        return waited_s + max(0.0, out_s[0] - max(0.0, wire_s - first_s))
+    # Those of all matmuls but the last leave beside the dots of the others; sums are all done at last.
+    summed = any(piece.k < whole.k for piece, whole in work.pairs)
+    beside_s = 0.0 if summed else first_s * (len(out_s) - 1) / len(out_s)
+    return waited_s + out_s[-1] + max(0.0, sum(out_s[:-1]) - beside_s)
 
 
 def _late_s(work: RingWork, placed: OnChip, axis: Axis) -> float:
@@ -383,12 +417,13 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool)
     sums = zip(work.piece, summed, strict=True)
     sum_bytes = sum(piece.batch * piece.m * piece.n * width for piece, added in sums if added)
     sum_before, sum_after = sum_near(work, sum_bytes, placed.held_bytes, hardware)
+    together = 1 if work.halves else work.pieces
     total_s = 0.0
     each = zip(work.pairs, summed, placed.near, placed.results, strict=True)
     for number, ((piece, whole), added, (lhs, rhs), grows) in enumerate(each):
         by_rows = gathered and not work.joined and piece.k == whole.k and piece.m < whole.m
         by_tiles = by_rows and hardware.network == "torus"
-        slowness = placed_slowness(piece.m, piece.k, piece.n) if by_tiles else 1.0
+        slowness = placed_slowness(piece.m, piece.k, piece.n, together) if by_tiles else 1.0
         dot_s = functools.partial(
             matmul_s,
             dataclasses.replace(piece, out_dtype=work.accumulator) if added else piece,
@@ -398,6 +433,8 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool)
             accumulator_on_chip=added and sum_before,
         )
         near_s = dot_s(lhs_on_chip=lhs, rhs_on_chip=rhs)
+        if grows and not added and hardware.spares_writing:
+            near_s -= piece.result_bytes / hardware.hbm_bytes_per_s
         if placed.arriving and not number:
             far_s = dot_s(
                 lhs_on_chip=lhs and placed.arriving != "lhs", rhs_on_chip=rhs and placed.arriving != "rhs"

@@ -299,5 +299,5 @@ def sums_stay(work: RingWork, sum_bytes: float, held_bytes: float, hardware: Har
     kept = sum_bytes * work.accumulators <= hardware.accumulator_on_chip_bytes
     if work.collective == "all_gather":
         return kept and held_bytes + sum_bytes * work.accumulators <= hardware.on_chip_bytes
-    arrives = hardware.receives_on_chip and hardware.results_on_chip > 0
+    arrives = hardware.receives_on_chip and hardware.results_on_chip > 0 and not hardware.places_slowly
     return kept and arrives and sum_bytes <= beside_bytes(0, hardware)

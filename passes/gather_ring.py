@@ -89,12 +89,12 @@ class _Ring:
         self.cut_across = across(flow, chain) if schedule.across else None
         unit = divisions(flow, chain)
         if self.cut_across is None:
-            divided = parts(schedule, unit, tile_rows(flow, chain))
+            divided = parts(schedule, unit, tile_rows(flow, chain), placed=True)
             self.bounds: tuple[Fraction, ...] = ()
         else:
             # Every piece has whole blocks of the gathered dim, and its part of the other one.
             size = flow.avals[chain.wire].shape[self.cut_across.dim]
-            strips = parts(schedule, size // schedule.columns, LANES)
+            strips = parts(schedule, size // schedule.columns, LANES, placed=True)
             divided = tuple(dataclasses.replace(p, start=Fraction(0), share=Fraction(1)) for p in strips)
             self.bounds = (*(strip.start for strip in strips), Fraction(1))
         self.itinerary = itinerary(schedule, divided, unit, chain.collective.axis_size)

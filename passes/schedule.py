@@ -297,13 +297,16 @@ def _largest(unit: int, pieces: int, grain: int) -> int:
     return -(-unit // (pieces * grain)) * grain
 
 
-def parts(schedule: RingSchedule, unit: int, grain: int = tile.TILE_ROWS) -> tuple[Part, ...]:
+def parts(
+    schedule: RingSchedule, unit: int, grain: int = tile.TILE_ROWS, *, placed: bool = False
+) -> tuple[Part, ...]:
     """How a schedule divides each block, given the number of equal parts it can be cut into.
 
     Pieces that go both ways take turns. Where ``unit`` does not divide into as many multiples of 8 rows (of
     elements of a byte: of ``grain``), or of ``grain`` columns, which TPUs place as they are, some are larger:
     all but the last are multiples of ``grain`` parts, or of less where blocks are small, or where columns
-    would be too uneven.
+    would be too uneven. What dots make of pieces that are ``placed`` is written into larger arrays, and their
+    sizes are chosen for it: see `cost_model.tile.placed_edges`.
 
     Raises:
       ValueError: the schedule has more pieces than there are parts.
@@ -311,7 +314,7 @@ def parts(schedule: RingSchedule, unit: int, grain: int = tile.TILE_ROWS) -> tup
     pieces = schedule.pieces
     if pieces > unit:
         raise ValueError(f"a block of {unit} part(s) cannot be cut into {pieces} pieces")
-    columns = grain >= LANES
+    columns, tiles = grain >= LANES, grain
     # Of elements of a byte a TPU's compiler copies the whole operand for a piece that begins within a tile.
     even = SUBLANES if grain <= tile.TILE_ROWS else grain
     # The largest piece sets the pace of all hops.
@@ -322,8 +325,10 @@ def parts(schedule: RingSchedule, unit: int, grain: int = tile.TILE_ROWS) -> tup
         or _largest(unit, pieces, grain) * pieces > most
     ):
         grain //= 2
-    bounds = [Fraction(-(-unit * number // (pieces * grain)) * grain, unit) for number in range(pieces)]
-    bounds.append(Fraction(1))
+    edges = [-(-unit * number // (pieces * grain)) * grain for number in range(pieces)] + [unit]
+    if placed and pieces > 1:
+        edges = tile.placed_edges(edges, tiles)
+    bounds = [Fraction(edge, unit) for edge in edges]
     steps: tuple[Literal[1, -1], ...] = (1, -1) if schedule.directions == 2 else (1,)
     ways = [(step, ring) for ring in range(schedule.rings) for step in steps]
     return tuple(

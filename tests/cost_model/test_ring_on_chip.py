@@ -14,7 +14,12 @@ from cost_model.ring_on_chip import on_chip, sum_near, sums_stay
 from cost_model.ring_work import Before
 
 ROOM: Hardware = dataclasses.replace(
-    by_name("tpu_v5e"), on_chip_bytes=10e6, accumulator_on_chip_bytes=1e6, results_on_chip=0.9
+    by_name("tpu_v5e"),
+    on_chip_bytes=10e6,
+    accumulator_on_chip_bytes=1e6,
+    results_on_chip=0.9,
+    places_slowly=False,
+    spares_writing=False,
 )
 """A chip with room for 10 MB, that holds all it can."""
 
@@ -259,6 +264,7 @@ def test_sums_that_travel_stay_on_chip_only_where_they_arrive_there() -> None:
     assert not sums_stay(work, 0.7e6, 0, ROOM)
     assert not sums_stay(work, little, 0, dataclasses.replace(ROOM, receives_on_chip=False))
     assert not sums_stay(work, little, 0, dataclasses.replace(ROOM, results_on_chip=0.0))
+    assert not sums_stay(work, little, 0, dataclasses.replace(ROOM, places_slowly=True))
 
 
 def test_sums_of_a_gather_stay_if_all_of_them_fit() -> None:
