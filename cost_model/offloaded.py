@@ -48,8 +48,9 @@ LEAST_ROWS: Final = 128
 """Of such multiples are a psum's pieces of rows."""
 
 CUTTING: Final = 1.3
-"""Times as long as reading and writing them once takes what the TPU compiler makes of cutting strips out of
-what travels. Placing pieces of rows takes just reading and writing them (7x)."""
+"""Times as long as reading and writing them once takes what the TPU compiler makes of cutting what travels
+into pieces, all of them before the first goes; those of rows were seen to take 1.5 to 2 times as long (v4,
+v5p, v6e). Placing pieces of rows takes just reading and writing them (7x)."""
 
 IN_PLACE: Final = 1.05
 """Times as long as by themselves dots take that make strips in their place in the result, on 7x.
@@ -155,7 +156,7 @@ class InTurn:
 def offloaded_estimate(work: InTurn, as_written: Estimate, axis: Axis) -> Estimate:
     """Prices pieces that go one after the other.
 
-    Strips of what is gathered are cut out before. A TPU's dots make strips in their place in the result; on
+    Pieces of what is gathered are cut out before. A TPU's dots make strips in their place in the result; on
     GPUs those are put together after. Pieces of rows are placed one by one. Of a sum each strip is cut out,
     and each piece placed, by a copy of its own; where matmuls are a library's, what a piece has of an operand
     is copied for it, and all pieces are put together at the end. Pieces of rows are placed too
@@ -266,12 +267,15 @@ def _copies(work: InTurn, axis: Axis) -> _Copies:
             + (copied_s(_cut_bytes(work.piece, work.matmuls)) if apart else 0.0),
             place_s=overhead_s + place_s,
         )
+    before_s = copied_s(work.moved_bytes / axis.size, CUTTING if hardware.network == "torus" else 1.0)
     if not work.across:
         placed = len(work.matmuls) + work.hands_out_gathered
         started_s = placed * overhead_s if hardware.lone_matmuls else 0.0
-        place_s = started_s + copied_s((results_bytes + whole_bytes) / work.pieces)
-        return _Copies(added_bytes=added_bytes + results_bytes / work.pieces, place_s=place_s)
-    before_s = copied_s(work.moved_bytes / axis.size, CUTTING if hardware.network == "torus" else 1.0)
+        return _Copies(
+            added_bytes=added_bytes + results_bytes / work.pieces,
+            before_s=before_s if hardware.network == "torus" and work.pieces > 1 else 0.0,
+            place_s=started_s + copied_s((results_bytes + whole_bytes) / work.pieces),
+        )
     added_bytes += work.moved_bytes / axis.size
     if hardware.network == "torus":
         return _Copies(added_bytes=added_bytes, before_s=before_s)

@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from cost_model import Axis, Hardware, Matmul, Topology, by_name, matmul_s, pipeline
+from cost_model import Axis, Hardware, Matmul, Topology, by_name, matmul_s, offloaded, pipeline
 from cost_model.explanation import explain
 from cost_model.form import Form
 from cost_model.offload_options import compiled_with, offload_options
@@ -123,6 +123,20 @@ def test_between_the_limit_and_one_after_the_other(pattern: str, options: dict[s
         assert priced.original_s == pytest.approx(price(chain, Form(), AXIS).original_s)
         # A gather's pieces of rows are held beside the whole; a psum's need less than the whole.
         assert priced.added_bytes < (2 * 16384 * 16384 if pattern == "all_gather_dot" else 0)
+
+
+@pytest.mark.parametrize("hardware", [H100, TPU7X], ids=lambda hardware: hardware.name)
+def test_pieces_of_rows_are_cut_on_a_tpu_before_the_first_goes(
+    hardware: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain, form = chain_of("all_gather_dot", 16384, 8192, 8192), Form(route="all_gather", chains=4)
+    found = price(chain, form, Axis(hardware, 8))
+    monkeypatch.setattr(offloaded, "CUTTING", 0.0)
+    uncut = price(chain, form, Axis(hardware, 8))
+    shard_bytes = 2 * 16384 * 8192 / 8
+    cut_s = 1.3 * 2 * shard_bytes / hardware.hbm_bytes_per_s if hardware == TPU7X else 0.0
+    assert found.partials_s - uncut.partials_s == pytest.approx(cut_s)
+    assert found.overlapped_s - uncut.overlapped_s == pytest.approx(cut_s)
 
 
 def test_strips_that_a_tpu_makes_in_their_place_need_no_memory() -> None:
