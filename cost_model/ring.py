@@ -434,7 +434,8 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool)
         )
         near_s = dot_s(lhs_on_chip=lhs, rhs_on_chip=rhs)
         if grows and not added and hardware.spares_writing:
-            near_s -= piece.result_bytes / hardware.hbm_bytes_per_s
+            spared_s = piece.result_bytes / hardware.hbm_bytes_per_s
+            near_s = max(dot_s(lhs_on_chip=lhs, rhs_on_chip=rhs, result_on_chip=True), near_s - spared_s)
         if placed.arriving and not number:
             far_s = dot_s(
                 lhs_on_chip=lhs and placed.arriving != "lhs", rhs_on_chip=rhs and placed.arriving != "rhs"

@@ -344,6 +344,16 @@ def test_pieces_of_such_sizes_come_to_their_places(name: str, chains: int) -> No
         assert_close(as_ring(jitted(pattern.body, len(given), 4))(*given), exact(pattern, given), "float32")
 
 
+@pytest.mark.parametrize("columns", [1, 2])
+@pytest.mark.parametrize("rows", [33392, 33394])
+def test_strips_of_such_sizes_come_to_their_places(rows: int, columns: int) -> None:
+    """33392 = 16 · 2087 rows of which no two halves have windows; and columns of unequal size."""
+    pattern = PATTERNS["gather_contracting"]
+    given = arguments(((rows, 2), (8, 3)), 4, "float32")
+    with spmd.only_schedule(RingSchedule(directions=2, columns=columns, across=True)):
+        assert_close(as_ring(jitted(pattern.body, 2, 4))(*given), exact(pattern, given), "float32")
+
+
 # Transforms.
 
 FORMS = {
