@@ -139,7 +139,8 @@ def summary() -> dict[str, tuple[str, str]]:
             for name, grid, version in (
                 ("tpu_schedules, auto", tpu, "auto"),
                 ("tpu_schedules, verify", tpu, "verify"),
-                ("tpu_schedules_offloaded", offloaded, "auto"),
+                ("tpu_schedules_offloaded, auto", offloaded, "auto"),
+                ("tpu_schedules_offloaded, verify", offloaded, "verify"),
             )
         },
         "tpu_schedules_implied": (
