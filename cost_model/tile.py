@@ -64,6 +64,11 @@ def has_window(size: int, *, columns: bool = False) -> bool:
     return any(size % window == 0 for window in range(least, MOST_WINDOW_ROWS + 1, step))
 
 
+def _have_windows(edges: Sequence[int], *, columns: bool = False) -> bool:
+    """Whether every piece between two edges has a window."""
+    return all(has_window(last - first, columns=columns) for first, last in itertools.pairwise(edges))
+
+
 def placed_edges(edges: Sequence[int], grain: int) -> list[int]:
     """Where pieces begin and end, moved if need be to where good windows divide what dots make of them.
 
@@ -77,8 +82,7 @@ def placed_edges(edges: Sequence[int], grain: int) -> list[int]:
     """
     size, pieces = edges[-1], len(edges) - 1
     columns = grain >= LANES and size % LANES == 0
-    whole = (has_window(last - first, columns=columns) for first, last in itertools.pairwise(edges))
-    if pieces == 1 or all(whole):
+    if pieces == 1 or _have_windows(edges, columns=columns):
         return list(edges)
     most = int(WIDER * size / pieces)
     least = max(1, -(-(size - most) // ((pieces - 1) * grain))) * grain
@@ -110,6 +114,6 @@ def placed_slowness(rows: int, k: int, n: int, pieces: int = 1) -> float:
     if rows % SUBLANES or rows <= MOST_WINDOW_ROWS or min(k, n) <= LARGE:
         return 1.0
     edges = placed_edges([piece * rows for piece in range(pieces + 1)], TILE_ROWS)
-    if all(has_window(last - first) for first, last in itertools.pairwise(edges)):
+    if _have_windows(edges):
         return 1.0
     return min(MOST_SLOWNESS, 0.5 + rows / 4000)

@@ -326,7 +326,7 @@ def parts(
     ):
         grain //= 2
     edges = [-(-unit * number // (pieces * grain)) * grain for number in range(pieces)] + [unit]
-    if placed and pieces > 1:
+    if placed:
         edges = tile.placed_edges(edges, tiles)
     bounds = [Fraction(edge, unit) for edge in edges]
     steps: tuple[Literal[1, -1], ...] = (1, -1) if schedule.directions == 2 else (1,)
