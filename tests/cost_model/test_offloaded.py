@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import hypothesis.strategies as st
 import pytest
@@ -61,6 +62,18 @@ def test_what_is_gathered_is_put_together_where_it_is_needed_whole(hardware: Har
     assert whole.partials_s - plain.partials_s == pytest.approx(copies_s)
     kept_bytes = gathered_bytes if hardware == H100 else 0
     assert whole.added_bytes - plain.added_bytes == pytest.approx(kept_bytes)
+
+
+@pytest.mark.parametrize(("rows", "is_near"), [(4096, True), (16384, False)])
+def test_a_product_on_chip_takes_no_memory_that_pieces_could_save(rows: int, is_near: bool) -> None:
+    """Nor do its pieces, unless they are many (v5e)."""
+    v5e = by_name("tpu_v5e")
+    asked = Axis(compiled_with(v5e, offload_options(v5e)), 16)
+    chain, product_bytes = chain_of("dot_psum", rows, 28672, 8192), 2 * rows * 8192
+    for pieces, across in itertools.product((8, 16), (False, True)):
+        found = price(chain, Form(route="all_reduce", chains=pieces, across=across), asked)
+        held_bytes = 2 / pieces * product_bytes if pieces == 16 or not is_near else 0.0
+        assert found.added_bytes == held_bytes - (0 if is_near else product_bytes)
 
 
 def test_a_gpus_all_reduce_in_pieces_needs_memory_that_the_whole_does_not() -> None:
