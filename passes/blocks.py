@@ -94,7 +94,7 @@ def blockwise(primitive: str, call: Call, side: int, dim: int, blocks: int) -> B
 
 def shards(sharding: Any) -> bool:
     """Whether a sharding that an equation asks for, if any, does cut some dim."""
-    return sharding is not None and any(entry is not None for entry in sharding.spec)
+    return sharding is not None and any(entry is not None for entry in sharding.spec.partitions)
 
 
 def unsharded(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from jax.extend import core as jex_core
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from cost_model import Hardware
 from passes import shims
@@ -340,6 +340,15 @@ def _entering(jaxpr: Any) -> _Alike:
     return _Alike(axes, same, apart=axes)
 
 
+def _axes_cut(spec: PartitionSpec) -> set[str]:
+    """The mesh axes along which devices have parts of their own of what a ``shard_map`` takes.
+
+    Of what is yet to be summed over an axis each has an addend of its own.
+    """
+    names = {name for entry in spec.partitions for name in (entry if isinstance(entry, tuple) else (entry,))}
+    return names | spec.unreduced
+
+
 def _alike(op: Op, param: str, body: Any, invariance: Invariance, around: _Alike) -> _Alike:
     """What several devices have in common that run a body of an operation.
 
@@ -348,10 +357,7 @@ def _alike(op: Op, param: str, body: Any, invariance: Invariance, around: _Alike
     """
     if op.name == "shard_map":
         new = frozenset(op.params["newly_manual_axes"])
-        cut = (
-            {name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))}
-            for spec in op.params["in_specs"]
-        )
+        cut = map(_axes_cut, op.params["in_specs"])
         same = [
             invariance.axes_of(operand, around.axes) | new.difference(names)
             for operand, names in zip(op.inputs, cut, strict=True)

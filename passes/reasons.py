@@ -29,6 +29,7 @@ class Code(StrEnum):
     UNSUPPORTED_COLLECTIVE = "unsupported_collective"
     UNSUPPORTED_GROUPS = "unsupported_groups"
     INDIVISIBLE = "indivisible"
+    SHARDED_ELSEWHERE = "sharded_elsewhere"
     UNSUPPORTED_DTYPE = "unsupported_dtype"
     AXIS_SIZE_ONE = "axis_size_one"
     EMPTY = "empty"
@@ -69,6 +70,10 @@ _SENTENCES = {
     Code.UNSUPPORTED_COLLECTIVE: "This form of the collective is not decomposed.",
     Code.UNSUPPORTED_GROUPS: "The collective runs within axis_index_groups of unequal size.",
     Code.INDIVISIBLE: "The sum cannot be scattered evenly over the axis.",
+    Code.SHARDED_ELSEWHERE: (
+        "Over other mesh axes the compiler shards as it likes, and would gather what a ring of a psum puts "
+        "together over these as well."
+    ),
     Code.UNSUPPORTED_DTYPE: "The collective's element type has no arithmetic that a ring could use.",
     Code.AXIS_SIZE_ONE: "The mesh axis has one device: nothing is communicated.",
     Code.EMPTY: "An array of the chain has no elements.",

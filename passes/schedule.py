@@ -13,6 +13,7 @@ from cost_model.form import cut_in_words
 from cost_model.offloaded import in_words
 from cost_model.ring_work import Cut
 from cost_model.tile import LANES, SUBLANES
+from passes import shims
 from passes.blocks import MOVING
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum
 from passes.dots import DotDims, dot_dims
@@ -213,9 +214,12 @@ def across(flow: Dataflow, chain: Chain) -> Across | None:
 
     None where a scatter has more than one dot, or its product goes through more than transposes and what
     changes every element by itself; where a gather has operations before its dots, or is also needed whole;
-    and where its dots do not all contract what is gathered, or all have it as a batch.
+    where its dots do not all contract what is gathered, or all have it as a batch; and where the compiler
+    may have sharded that dim over another mesh axis.
     """
     if isinstance(chain, DotPsum) or chain.collective.kind == "all_to_all":
+        return None
+    if not shims.all_manual(flow.avals[flow.ops[chain.collective.op].outputs[0]]):
         return None
     sides: tuple[int, ...]
     moves: list[Op] = []

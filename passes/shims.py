@@ -299,7 +299,7 @@ def in_front(axis_data: Any, value: Any, axis: int | None) -> Any:
 def one_of(value: Any, axis: int) -> Any:
     """One of the equal parts of a value along an axis, which is not sharded then: no part of one that is."""
     sharding = jax.typeof(value).sharding
-    entries = [*sharding.spec, *[None] * (value.ndim - len(sharding.spec))]
+    entries = [*sharding.spec.partitions, *[None] * (value.ndim - len(sharding.spec.partitions))]
     if entries[axis] is not None:
         entries[axis] = None
         value = reshard(value, NamedSharding(sharding.mesh, PartitionSpec(*entries)))
