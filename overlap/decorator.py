@@ -139,7 +139,7 @@ class Overlapped:
         compiler_options = self._options.kwargs.get("compiler_options", {})
         self._hardware_of = dataclasses.replace(hardware, compiler_options=compiler_options)
         self._rewriter = Rewriter(
-            str(getattr(self.original, "__name__", type(self.original.__wrapped__).__name__)),
+            _name_of(self.original.__wrapped__),
             self._hardware_of,
             policy,
             strict,
@@ -354,6 +354,13 @@ def _named(module: str | None, name: str) -> Any:
     return found
 
 
+def _name_of(fun: Any) -> str:
+    """What reports call a function; of one without a name its type's."""
+    while isinstance(fun, functools.partial):
+        fun = fun.func
+    return str(getattr(fun, "__name__", type(fun).__name__))
+
+
 def _check_referable(fun: Any) -> None:
     """Refuses a callable that takes no weak references: jitted a second time, it ends the process.
 
@@ -370,8 +377,8 @@ def _check_referable(fun: Any) -> None:
 
 
 def _is_wrapped_elsewhere(fun: Any) -> bool:
-    """Whether a function is compiled, or jitted by a library that takes arguments apart: flax, equinox."""
-    if isinstance(fun, jax.stages.Compiled):
+    """Whether a function is traced or compiled, or jitted by a library that takes arguments apart: flax."""
+    if isinstance(fun, jax.stages.Traced | jax.stages.Compiled):
         return True
     if shims.is_jitted(fun) or type(fun).__module__.startswith(("jax", "overlap")):
         return False
@@ -385,6 +392,8 @@ def _wrapped_as(fun: Any) -> tuple[str, str]:
             "compiled already, as by jax.pmap",
             "Write it with jax.shard_map, and decorate the jax.jit of that.",
         )
+    if isinstance(fun, jax.stages.Traced):
+        return "traced already, by .trace(...)", "Decorate the function, then trace that."
     if isinstance(fun, jax.stages.Compiled):
         return (
             "compiled already, by .lower(...).compile()",

@@ -502,6 +502,27 @@ def test_a_function_that_is_compiled_already_is_refused_with_what_to_do_instead(
         overlap_collectives(compiled)
 
 
+def test_a_function_that_is_traced_already_is_refused_with_what_to_do_instead() -> None:
+    traced = jax.jit(lambda x: x + 1).trace(1.0)
+    with pytest.raises(
+        TypeError, match=r"traced already, by \.trace\(\.\.\.\)\. Decorate the function, then"
+    ):
+        overlap_collectives(traced)
+
+
+def test_reports_call_a_callable_object_by_its_type_and_a_partial_by_its_function() -> None:
+    class Model:
+        def __call__(self, x: Any) -> Any:
+            return x + 1
+
+    def step(rate: float, x: Any) -> Any:
+        return rate * x
+
+    for given, name in ((Model(), "Model"), (functools.partial(functools.partial(step), 2.0), "step")):
+        for fun in (given, jax.jit(given)):
+            assert str(overlap_collectives(fun).explain(1.0)).splitlines()[0].startswith(f"{name}: "), name
+
+
 def test_a_function_that_pmap_compiled_is_refused_with_what_to_write_instead() -> None:
     with pytest.raises(TypeError, match=r"compiled already, as by jax\.pmap\. Write it with jax\.shard_map"):
         overlap_collectives(jax.pmap(lambda x: x))
