@@ -29,8 +29,9 @@ TOPOLOGIES: Final = {
 }
 """A slice of each chip. Compilers of v4 and 7x count a core as a device."""
 
-Set = Literal["table", "large", "unseen"]
-"""What a sample is for: fitting the tables, the second for what is too large for a chip, or judging them."""
+Set = Literal["table", "large", "long", "unseen"]
+"""What a sample is for: fitting the tables, the second and third for what is too large for a chip, or judging
+them."""
 
 BYTES: Final = {"bfloat16": 2, "float32": 4, "int8": 1, "int32": 4}
 LARGEST: Final = 4e9
@@ -38,6 +39,15 @@ LARGEST: Final = 4e9
 
 LARGE_FROM: Final = 90
 """Numbers of unseen samples that are of matmuls too large for a chip."""
+
+LONG_FROM: Final = 94
+"""Numbers of those that are of long ones."""
+
+LONG: Final = 8
+"""How many times as many rows as large ones they have, as matmuls of all devices' rows do."""
+
+LARGEST_STEP: Final = 1e9
+"""Bytes of a matmul of their rings, whose operands are there several times."""
 
 RING_SHAPES: Final = ((512, 2048, 2048), (4096, 512, 8192))
 RING_STEPS: Final = 3
@@ -142,6 +152,15 @@ def _draw_large(chance: random.Random, chip: str) -> Dot:
             return dot
 
 
+def _draw_long(chance: random.Random, chip: str, times: int, bytes: float) -> Dot:
+    """The same with so many times the rows, and of no more than so many bytes."""
+    while True:
+        dot = _draw_large(chance, chip)
+        dot = dataclasses.replace(dot, m=times * dot.m)
+        if dot.bytes < bytes:
+            return dot
+
+
 def hardware_of(chip: str) -> Hardware:
     """The hardware that one device of the chip's compiler is."""
     return by_name("tpu_v4").per_core(2) if chip == "tpu_v4 core" else by_name(chip)
@@ -154,10 +173,16 @@ def collect(chip: str, of: Set, number: int, seed: int) -> list[Sample]:
     compiler finds time to move them; two that share a weight, which then stays on the chip; three side by
     side. Numbers below 2 add three steps of rings: results put into a large buffer, products added to a
     float32 sum, and products of a slice added to a bfloat16 sum. Large: one alone of which neither operand
-    fits on the chip, and steps of rings that add up such. Unseen: two alone and two that share; from
-    `LARGE_FROM` on as large ones.
+    fits on the chip, and steps of rings that add up such. Long: the same, the first with more rows. Unseen:
+    two alone and two that share; from `LARGE_FROM` on as large ones, from `LONG_FROM` on as long ones.
     """
     chance = random.Random(f"{seed}/{number}/{chip}/{of}")
+    if of == "long" or (of == "unseen" and number >= LONG_FROM):
+        samples = _dots_compiled(chip, [_draw_long(chance, chip, LONG, LARGEST)], "alone")
+        for kind in ("summed", "scattered"):
+            dot = _draw_long(chance, chip, 1, LARGEST_STEP)
+            samples += _ring_compiled(chip, kind, dot.m, dot.k, dot.n)[:1]
+        return samples
     if of == "large" or (of == "unseen" and number >= LARGE_FROM):
         samples = _dots_compiled(chip, [_draw_large(chance, chip)], "alone")
         for kind in ("summed", "scattered"):

@@ -26,7 +26,7 @@ import multiprocessing
 import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, get_args
@@ -40,7 +40,7 @@ from bench import matmul_samples
 from bench.matmul_samples import TOPOLOGIES, Sample, Set, hardware_of
 from bench.quantile import quantile
 from cost_model import Hardware, Matmul, matmul_s
-from cost_model.matmul_table import FOLDER, SCHEMA, MatmulTable
+from cost_model.matmul_table import FOLDER, LARGE, SCHEMA, MatmulTable
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "bench" / "results"
@@ -48,10 +48,10 @@ SAMPLES: Final = RESULTS / "matmul_samples"
 UNSEEN: Final = ROOT / "tests" / "cost_model" / "matmul_unseen.json"
 
 SEED: Final = 1
-NUMBERS: Final[dict[Set, int]] = {"table": 48, "large": 22, "unseen": 58}
-"""How many handfuls of programs: about 300 matmuls for a table, 210 to judge it."""
+NUMBERS: Final[dict[Set, int]] = {"table": 48, "large": 22, "long": 30, "unseen": 70}
+"""How many handfuls of programs: about 400 matmuls for a table, 250 to judge it."""
 
-FITTED: Final[tuple[Set, ...]] = ("table", "large")
+FITTED: Final[tuple[Set, ...]] = ("table", "large", "long")
 """The sets that tables are fitted to."""
 
 UNITS: Final = ("int8", "bfloat16", "float32")
@@ -60,7 +60,8 @@ ON_V4: Final = ("near_elements_per_s", "ragged_elements_per_s", "converted_eleme
 """Rates that count on v4 alone, the one chip with CMEM."""
 
 FAR: Final = ("tile", "sums_per_s", "wide_sums", "added_bytes_per_s")
-"""Rates that count only where both operands are in main memory."""
+"""Rates that count only where both operands are in main memory. They are fitted to large matmuls too, as if
+these were cut like others."""
 
 START_FAR: Final = {"wide_sums": 4.0, "added_bytes_per_s": 5e12}
 """Where the search for those of them begins that nothing else tells of."""
@@ -68,11 +69,14 @@ START_FAR: Final = {"wide_sums": 4.0, "added_bytes_per_s": 5e12}
 TRUST_FAR: Final = {"wide_sums": 0.05}
 """How surely it is near there: of some chips few samples tell of it."""
 
+OF_LARGE: Final = {"strip_bytes": 3e6, "large_added_bytes_per_s": 5e12, "left_over": 1.0}
+"""Rates of large matmuls, and where the search for them begins."""
+
 PLACES: Final = ("all in main memory", "weight on chip", "more on chip")
 
 
 def collect(chips: Sequence[str], jobs: int) -> None:
-    """Compiles what is missing of both sets."""
+    """Compiles what is missing of the sets."""
     from rich.progress import Progress
 
     SAMPLES.mkdir(parents=True, exist_ok=True)
@@ -138,36 +142,51 @@ def predicted_s(sample: Sample, table: MatmulTable) -> float:
     )
 
 
-def fit(samples: Sequence[Sample], large: Sequence[Sample], hardware: Hardware) -> MatmulTable:
+def fit(
+    samples: Sequence[Sample], large: Sequence[Sample], long: Sequence[Sample], hardware: Hardware
+) -> MatmulTable:
     """The table whose times are nearest to the samples', in the logarithm and without much heed to outliers.
 
     It starts from plausible rates and stays near them where the samples do not say otherwise. What counts
-    only where both operands are in main memory is fitted to such ones of both sets, after the rest.
+    only where both operands are in main memory is fitted to such ones of two sets, after the rest; and what
+    counts only for large ones to these, last.
     """
-    return _fit_far(_fit_all(samples, hardware), [*samples, *large], hardware)
+    far = [sample for sample in (*samples, *large) if _place(sample) == PLACES[0]]
+    begin = _fit_all(samples, hardware)
+    start = {name: START_FAR.get(name, getattr(begin, name)) for name in FAR}
+    table = _fit_some(begin, start, far, hardware)
+    return _fit_some(table, OF_LARGE, [sample for sample in (*far, *long) if _is_large(sample)], hardware)
 
 
-def _fit_far(table: MatmulTable, samples: Sequence[Sample], hardware: Hardware) -> MatmulTable:
-    """A table with the rates of `FAR` fitted to the samples that they count for."""
+def _is_large(sample: Sample) -> bool:
+    """Whether the formula takes it as a large one."""
+    dot, width = sample.dot, matmul_samples.BYTES[sample.dot.dtype]
+    least_bytes = width * dot.k * min(dot.m, dot.n)
+    return _place(sample) == PLACES[0] and dot.batch == 1 and width <= 2 and least_bytes > LARGE
+
+
+def _fit_some(
+    table: MatmulTable, start: Mapping[str, float], samples: Sequence[Sample], hardware: Hardware
+) -> MatmulTable:
+    """A table with some rates, that begin somewhere, fitted to the samples that they count for."""
     import numpy as np
     from scipy.optimize import least_squares  # type: ignore[import-untyped]
 
-    far = [sample for sample in samples if _place(sample) == PLACES[0]]
-
     def moved(point: Any) -> MatmulTable:
-        values = dict(zip(FAR, np.exp(point).tolist(), strict=True))
+        values = dict(zip(start, np.exp(point).tolist(), strict=True))
         return dataclasses.replace(table, **values)
 
     def residuals(point: Any) -> Any:
-        return np.concatenate([np.log1p(_errors(far, moved(point), hardware)), trust * (point - start)])
+        errors = np.log1p(_errors(samples, moved(point), hardware))
+        return np.concatenate([errors, trust * (point - origin)])
 
-    start = np.log([START_FAR.get(name, getattr(table, name)) for name in FAR])
-    trust = np.array([TRUST_FAR.get(name, 0.01) for name in FAR])
-    return moved(least_squares(residuals, start, loss="soft_l1", f_scale=0.15).x)
+    origin = np.log(list(start.values()))
+    trust = np.array([TRUST_FAR.get(name, 0.01) for name in start])
+    return moved(least_squares(residuals, origin, loss="soft_l1", f_scale=0.15).x)
 
 
 def _fit_all(samples: Sequence[Sample], hardware: Hardware) -> MatmulTable:
-    """A table with all rates but that of adding to what is in main memory, of which few samples tell."""
+    """A table with all rates but those of large matmuls, and of adding to what is in main memory."""
     import numpy as np
     from scipy.optimize import least_squares
 
@@ -213,7 +232,8 @@ def _fit_all(samples: Sequence[Sample], hardware: Hardware) -> MatmulTable:
                 "4": value.pop("result_bytes_per_s 4"),
             },
         }
-        values = {**dict.fromkeys((*ON_V4, "added_bytes_per_s"), 0.0), "wide_sums": 1.0, **value}
+        unknown = dict.fromkeys((*ON_V4, "added_bytes_per_s", *OF_LARGE), 0.0)
+        values = {**unknown, "wide_sums": 1.0, **value}
         return MatmulTable(lanes=lanes, narrow_launch_s=narrow_launch_s, **groups, **values)
 
     def errors(guess: MatmulTable) -> list[float]:
@@ -313,8 +333,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         samples = read(chip, "table")
         if not samples:
             raise SystemExit(f"no samples of {chip} in {SAMPLES}: run without --no-compile")
-        large = read(chip, "large")
-        write_table(chip, fit(samples, large, hardware_of(chip)), [*samples, *large])
+        large, long = read(chip, "large"), read(chip, "long")
+        write_table(chip, fit(samples, large, long, hardware_of(chip)), [*samples, *large, *long])
     found = judge([chip for chip in TOPOLOGIES if _path_of_table(chip).is_file()])
     _write_results(found)
     print(_markdown(found))

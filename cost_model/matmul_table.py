@@ -7,11 +7,17 @@ operands come from main memory and finished results go there. So the time is
 
     C  multiplications: padded M·K·N over the peak; no less than `least_rows` rows, since for fewer
        the loading of weights into the matrix unit takes as long
-    D  main memory: operands, accumulator and result that are there, each over its own rate. Where both
-       operands are, one is read again for every tile of the other (whichever costs less), and
-       partial sums are added up, which counts as multiplications, and more so beside an accumulator
+    D  main memory: operands, accumulator and result that are there, each over its own rate
     S  steps: the best balance between filling the pipeline (min(C, D) / S) and their own cost (S · step),
        √(min(C, D) / step), but no fewer than the buffers need for what is read
+
+Of a large matmul, whose operands are in main memory and larger than `LARGE` each, the compiler takes the
+better of two ways. Either it keeps a strip of one operand, of all of K, and reads the other once for each
+strip: the larger K, the narrower they are, and the fewer the rows for which weights are loaded. Or it cuts K
+too, makes the result tile by tile and reads both operands for each: then an accumulator is added to for every
+part of K, and what leaves does so beside the last part alone. Of others one operand is read again for every
+tile of the other (whichever costs less), and partial sums are added up, which counts as multiplications, and
+more so beside an accumulator.
 
 The rates are fitted, per chip, to the `estimated_cycles` of compiled programs (bench/matmul_tables.py). They
 are the compiler's beliefs: on every TPU it takes a bfloat16 result to leave at a third of the rate of a
@@ -32,7 +38,7 @@ from cost_model.dtypes import parse_dtype
 from cost_model.hardware import Hardware
 from cost_model.typed import loads
 
-SCHEMA: Final = 3
+SCHEMA: Final = 4
 """Version of the files in `cost_model/tables`."""
 
 FOLDER: Final = Path(__file__).with_name("tables")
@@ -50,6 +56,15 @@ DEPTH_BYTES: Final = 1024
 
 UNCUT: Final = 1280
 """Elements of K up to which it is not cut."""
+
+LARGE: Final = 16e6
+"""Bytes of an operand from which on a matmul is large. Little ones may well be fetched in time."""
+
+LARGE_TILE: Final = 1500
+"""Rows and columns of a tile of a large matmul's result."""
+
+FEW_ROWS: Final = 0.5
+"""How much of `MatmulTable.least_rows` loading the weights for another strip takes."""
 
 Unit = Literal["int8", "bfloat16", "float32"]
 """What the matrix unit computes in."""
@@ -78,6 +93,10 @@ class MatmulTable:
       wide_sums: how many times as many there are where an operand is of four bytes.
       added_bytes_per_s: bytes of an accumulator in main memory, as often, which makes that longer; 0 where
         it does not.
+      strip_bytes: of a large matmul's strip of one operand, that is kept while the other is read; 0 where
+        large ones are taken as others.
+      large_added_bytes_per_s: as `added_bytes_per_s`, of large ones.
+      left_over: the share of the time in which the result of one leaves that nothing hides, where K is cut.
       lhs_bytes_per_s, rhs_bytes_per_s: reading from main memory; an accumulator is read as the rhs.
       narrow_reading: the share of these rates that operands of one byte have.
       result_bytes_per_s: writing to main memory, by bytes per element.
@@ -108,6 +127,9 @@ class MatmulTable:
     sums_per_s: float
     wide_sums: float
     added_bytes_per_s: float
+    strip_bytes: float
+    large_added_bytes_per_s: float
+    left_over: float
     lhs_bytes_per_s: float
     rhs_bytes_per_s: float
     result_bytes_per_s: dict[str, float]
@@ -126,6 +148,9 @@ class MatmulTable:
             "result_latency_s",
             "second_stream",
             "added_bytes_per_s",
+            "strip_bytes",
+            "large_added_bytes_per_s",
+            "left_over",
             "near_elements_per_s",
             "ragged_elements_per_s",
             "converted_elements_per_s",
@@ -197,48 +222,60 @@ class MatmulTable:
         overhead_s = self.launch_s + (batch - 1) * (self.batch_s if 2 * k > lanes else 0)
         if unit == "int8":
             overhead_s += self.narrow_launch_s
-        memory_s = near_s = read_bytes = 0.0
-        step_s = self.step_s
-        lhs_rate, rhs_rate = self.lhs_bytes_per_s, self.rhs_bytes_per_s
+        lhs_s, rhs_s = lhs_bytes / self.lhs_bytes_per_s, rhs_bytes / self.rhs_bytes_per_s
         if lhs_width <= 1:
-            lhs_rate *= self.narrow_reading
+            lhs_s /= self.narrow_reading
         if rhs_width <= 1:
-            rhs_rate *= self.narrow_reading
-        if not lhs_near:
-            memory_s += lhs_bytes / lhs_rate
-            read_bytes += lhs_bytes
-        if not rhs_near:
-            memory_s += rhs_bytes / rhs_rate
-            read_bytes += rhs_bytes
-        if lhs_near and rhs_near:
-            if self.near_elements_per_s:
-                near_s = batch * (m + n) * k / self.near_elements_per_s
-        else:
-            overhead_s += self.operand_latency_s
-        if not (lhs_near or rhs_near):
-            overhead_s += self.second_latency_s
-            again = max(0.0, min(lhs_bytes * (n / self.tile - 1), rhs_bytes * (m / self.tile - 1)))
-            memory_s += again / self.rhs_bytes_per_s
-            read_bytes += again
-            step_s *= 1 + self.second_stream
-            depth_bytes = k * min(lhs_width, rhs_width)
-            times = max(0.0, depth_bytes / DEPTH_BYTES - 1)
-            if max(lhs_width, rhs_width) > 2:
-                times *= self.wide_sums
-            compute_s += elements * times / self.sums_per_s
-            if self.added_bytes_per_s and not accumulator_near:
-                compute_s += elements * accumulator_width * times / self.added_bytes_per_s
+            rhs_s /= self.narrow_reading
+        leaving_s = 0.0
         if accumulator_width and not accumulator_near:
-            memory_s += elements * accumulator_width / self.rhs_bytes_per_s
+            leaving_s += elements * accumulator_width / self.rhs_bytes_per_s
         if not result_near:
             overhead_s += self.result_latency_s
             rate = self.result_bytes_per_s["1" if out_width <= 1 else "2" if out_width <= 2 else "4"]
-            memory_s += elements * out_width / rate
-        memory_s = max(memory_s, near_s)
+            leaving_s += elements * out_width / rate
+        if lhs_near and rhs_near:
+            near_s = batch * (m + n) * k / self.near_elements_per_s if self.near_elements_per_s else 0.0
+            return overhead_s + self._pipelined_s(compute_s, max(leaving_s, near_s), 0.0)
+        overhead_s += self.operand_latency_s
+        if lhs_near or rhs_near:
+            read_s, read_bytes = (rhs_s, rhs_bytes) if lhs_near else (lhs_s, lhs_bytes)
+            return overhead_s + self._pipelined_s(compute_s, read_s + leaving_s, read_bytes)
 
+        overhead_s += self.second_latency_s
+        width = max(lhs_width, rhs_width)
+        times = max(0.0, k * min(lhs_width, rhs_width) / DEPTH_BYTES - 1)
+        added_bytes = 0.0 if accumulator_near else elements * accumulator_width * times
+        if self.strip_bytes and batch == 1 and width <= 2 and min(lhs_bytes, rhs_bytes) > LARGE:
+            strip = self.strip_bytes / (k * width)
+            again_s = max(0.0, min(lhs_s * (n / strip - 1), rhs_s * (m / strip - 1)))
+            loading = FEW_ROWS * self.least_rows[unit] * max(0.0, 1 / strip - 1 / min(m, n))
+            strips_s = self._pipelined_s(
+                compute_s * (1 + loading), lhs_s + rhs_s + again_s + leaving_s, lhs_bytes + rhs_bytes
+            )
+            if self.large_added_bytes_per_s:
+                compute_s += added_bytes / self.large_added_bytes_per_s
+            across, down = max(1.0, n / LARGE_TILE), max(1.0, m / LARGE_TILE)
+            tiles_s = self.left_over * leaving_s + self._pipelined_s(
+                compute_s, lhs_s * across + rhs_s * down, lhs_bytes * across + rhs_bytes * down
+            )
+            return overhead_s + min(strips_s, tiles_s)
+        if width > 2:
+            times *= self.wide_sums
+            added_bytes *= self.wide_sums
+        compute_s += elements * times / self.sums_per_s
+        if self.added_bytes_per_s:
+            compute_s += added_bytes / self.added_bytes_per_s
+        again_bytes = max(0.0, min(lhs_bytes * (n / self.tile - 1), rhs_bytes * (m / self.tile - 1)))
+        memory_s = lhs_s + rhs_s + again_bytes / self.rhs_bytes_per_s + leaving_s
+        read_bytes = lhs_bytes + rhs_bytes + again_bytes
+        return overhead_s + self._pipelined_s(compute_s, memory_s, read_bytes, 1 + self.second_stream)
+
+    def _pipelined_s(self, compute_s: float, memory_s: float, read_bytes: float, cost: float = 1.0) -> float:
+        """Seconds of computing beside reading and writing, in steps that cost so many times `step_s`."""
         slower_s, faster_s = (compute_s, memory_s) if compute_s > memory_s else (memory_s, compute_s)
         steps = max(1.0, math.sqrt(faster_s / self.step_s), read_bytes / self.step_bytes)
-        return overhead_s + slower_s + faster_s / steps + steps * step_s
+        return slower_s + faster_s / steps + steps * cost * self.step_s
 
     def shared_by(self, cores: int) -> MatmulTable:
         """The rates of so many cores that share every matmul."""
@@ -248,6 +285,7 @@ class MatmulTable:
                 "step_bytes",
                 "sums_per_s",
                 "added_bytes_per_s",
+                "large_added_bytes_per_s",
                 "lhs_bytes_per_s",
                 "rhs_bytes_per_s",
                 "near_elements_per_s",
