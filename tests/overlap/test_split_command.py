@@ -71,7 +71,7 @@ def test_the_collectives_of_a_layer_are_listed_on_request(capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("where", "tokens", "more"), [("v5p:4x4x4", "1048576", True), ("v5e:4x4", "65536", False)]
+    ("where", "tokens", "more"), [("v5p:4x4x4", "262144", True), ("v5e:4x4", "65536", False)]
 )
 def test_a_ring_that_saves_more_than_its_collective_takes_is_explained(
     where: str, tokens: str, more: bool, capsys: pytest.CaptureFixture[str]
