@@ -143,22 +143,14 @@ def _draw_small(chance: random.Random, bytes: float, rhs_elements: float = math.
             return dot
 
 
-def _draw_large(chance: random.Random, chip: str) -> Dot:
-    """A shape of which neither operand fits on the chip."""
+def _draw_large(chance: random.Random, chip: str, bytes: float, times: int = 1) -> Dot:
+    """A shape of which neither operand fits on the chip, with so many times the rows, of fewer bytes."""
     fits = hardware_of(chip).on_chip_bytes
     while True:
         dot = dataclasses.replace(_draw_small(chance, LARGEST), dtype="bfloat16", out_dtype="bfloat16")
-        if dot.batch == 1 and 2 * dot.k * min(dot.m, dot.n) > fits:
-            return dot
-
-
-def _draw_long(chance: random.Random, chip: str, times: int, bytes: float) -> Dot:
-    """The same with so many times the rows, and of no more than so many bytes."""
-    while True:
-        dot = _draw_large(chance, chip)
-        dot = dataclasses.replace(dot, m=times * dot.m)
-        if dot.bytes < bytes:
-            return dot
+        long = dataclasses.replace(dot, m=times * dot.m)
+        if dot.batch == 1 and 2 * dot.k * min(dot.m, dot.n) > fits and long.bytes < bytes:
+            return long
 
 
 def hardware_of(chip: str) -> Hardware:
@@ -177,16 +169,12 @@ def collect(chip: str, of: Set, number: int, seed: int) -> list[Sample]:
     two alone and two that share; from `LARGE_FROM` on as large ones, from `LONG_FROM` on as long ones.
     """
     chance = random.Random(f"{seed}/{number}/{chip}/{of}")
-    if of == "long" or (of == "unseen" and number >= LONG_FROM):
-        samples = _dots_compiled(chip, [_draw_long(chance, chip, LONG, LARGEST)], "alone")
+    long = of == "long" or (of == "unseen" and number >= LONG_FROM)
+    if long or of == "large" or (of == "unseen" and number >= LARGE_FROM):
+        alone_bytes, step_bytes, times = (LARGEST, LARGEST_STEP, LONG) if long else (math.inf, math.inf, 1)
+        samples = _dots_compiled(chip, [_draw_large(chance, chip, alone_bytes, times)], "alone")
         for kind in ("summed", "scattered"):
-            dot = _draw_long(chance, chip, 1, LARGEST_STEP)
-            samples += _ring_compiled(chip, kind, dot.m, dot.k, dot.n)[:1]
-        return samples
-    if of == "large" or (of == "unseen" and number >= LARGE_FROM):
-        samples = _dots_compiled(chip, [_draw_large(chance, chip)], "alone")
-        for kind in ("summed", "scattered"):
-            dot = _draw_large(chance, chip)
+            dot = _draw_large(chance, chip, step_bytes)
             samples += _ring_compiled(chip, kind, dot.m, dot.k, dot.n)[:1]
         return samples
     samples = [

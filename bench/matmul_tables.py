@@ -40,7 +40,7 @@ from bench import matmul_samples
 from bench.matmul_samples import TOPOLOGIES, Sample, Set, hardware_of
 from bench.quantile import quantile
 from cost_model import Hardware, Matmul, matmul_s
-from cost_model.matmul_table import FOLDER, LARGE, SCHEMA, MatmulTable
+from cost_model.matmul_table import FOLDER, SCHEMA, MatmulTable, is_large
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "bench" / "results"
@@ -161,8 +161,8 @@ def fit(
 def _is_large(sample: Sample) -> bool:
     """Whether the formula takes it as a large one."""
     dot, width = sample.dot, matmul_samples.BYTES[sample.dot.dtype]
-    least_bytes = width * dot.k * min(dot.m, dot.n)
-    return _place(sample) == PLACES[0] and dot.batch == 1 and width <= 2 and least_bytes > LARGE
+    lhs_bytes, rhs_bytes = width * dot.m * dot.k, width * dot.k * dot.n
+    return _place(sample) == PLACES[0] and is_large(dot.batch, lhs_bytes, rhs_bytes, width)
 
 
 def _fit_some(

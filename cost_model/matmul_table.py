@@ -246,7 +246,7 @@ class MatmulTable:
         width = max(lhs_width, rhs_width)
         times = max(0.0, k * min(lhs_width, rhs_width) / DEPTH_BYTES - 1)
         added_bytes = 0.0 if accumulator_near else elements * accumulator_width * times
-        if self.strip_bytes and batch == 1 and width <= 2 and min(lhs_bytes, rhs_bytes) > LARGE:
+        if self.strip_bytes and is_large(batch, lhs_bytes, rhs_bytes, width):
             strip = self.strip_bytes / (k * width)
             again_s = max(0.0, min(lhs_s * (n / strip - 1), rhs_s * (m / strip - 1)))
             loading = FEW_ROWS * self.least_rows[unit] * max(0.0, 1 / strip - 1 / min(m, n))
@@ -296,6 +296,11 @@ class MatmulTable:
         for name in ("flops_per_s", "result_bytes_per_s"):
             fields[name] = {key: rate * cores for key, rate in getattr(self, name).items()}
         return dataclasses.replace(self, **fields)
+
+
+def is_large(batch: int, lhs_bytes: float, rhs_bytes: float, width: float) -> bool:
+    """Whether a matmul is large, if both operands, of elements of so many bytes, are in main memory."""
+    return batch == 1 and width <= 2 and min(lhs_bytes, rhs_bytes) > LARGE
 
 
 def read(text: str) -> MatmulTable:

@@ -125,7 +125,7 @@ def test_adding_to_an_accumulator_takes_longer_where_nothing_else_is_on_chip(chi
 @pytest.mark.parametrize(
     ("chip", "m", "k", "n", "cycles"),
     [
-        # K stays whole: strips of 1024 columns of the weight, beside which 504 rows at a time are read.
+        # K stays whole: strips of 1024 columns of the weight, beside which 528 rows at a time are read.
         ("tpu_v6e", 65536, 3072, 20480, 25_741_000),
         ("tpu_v5p", 87856, 3328, 25984, 71_116_000),
         # K is cut into 4 parts: every fourth leaves a tile of 1528 rows and 1280 columns.
