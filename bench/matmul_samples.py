@@ -30,8 +30,8 @@ TOPOLOGIES: Final = {
 """A slice of each chip. Compilers of v4 and 7x count a core as a device."""
 
 Set = Literal["table", "large", "long", "unseen"]
-"""What a sample is for: fitting the tables, the second and third for what is too large for a chip, or judging
-them."""
+"""Which of the collections a sample is of. Tables were fitted to the first three once, which read the
+compiler's log now; all judge them."""
 
 BYTES: Final = {"bfloat16": 2, "float32": 4, "int8": 1, "int32": 4}
 LARGEST: Final = 4e9
@@ -42,6 +42,9 @@ LARGE_FROM: Final = 90
 
 LONG_FROM: Final = 94
 """Numbers of those that are of long ones."""
+
+PLACED_FROM: Final = 106
+"""Numbers of unseen samples whose results are put into their places in a larger array."""
 
 LONG: Final = 8
 """How many times as many rows as large ones they have, as matmuls of all devices' rows do."""
@@ -161,14 +164,18 @@ def hardware_of(chip: str) -> Hardware:
 def collect(chip: str, of: Set, number: int, seed: int) -> list[Sample]:
     """The samples of one number: a handful of programs, compiled for the chip.
 
-    For tables: two matmuls that are alone in their programs, so that operands stay in main memory unless the
+    Table: two matmuls that are alone in their programs, so that operands stay in main memory unless the
     compiler finds time to move them; two that share a weight, which then stays on the chip; three side by
     side. Numbers below 2 add three steps of rings: results put into a large buffer, products added to a
     float32 sum, and products of a slice added to a bfloat16 sum. Large: one alone of which neither operand
     fits on the chip, and steps of rings that add up such. Long: the same, the first with more rows. Unseen:
-    two alone and two that share; from `LARGE_FROM` on as large ones, from `LONG_FROM` on as long ones.
+    two alone and two that share; from `LARGE_FROM` on as large ones, from `LONG_FROM` on as long ones, from
+    `PLACED_FROM` on steps of a ring whose results are put among the rows of a large buffer.
     """
     chance = random.Random(f"{seed}/{number}/{chip}/{of}")
+    if of == "unseen" and number >= PLACED_FROM:
+        dot = _draw_small(chance, LARGEST_STEP / 8)
+        return _ring_compiled(chip, "placed", dot.m, dot.k, dot.n)
     long = of == "long" or (of == "unseen" and number >= LONG_FROM)
     if long or of == "large" or (of == "unseen" and number >= LARGE_FROM):
         alone_bytes, step_bytes, times = (LARGEST, LARGEST_STEP, LONG) if long else (math.inf, math.inf, 1)
@@ -190,6 +197,11 @@ def collect(chip: str, of: Set, number: int, seed: int) -> list[Sample]:
             for kind in ("placed", "summed", "scattered"):
                 samples += _ring_compiled(chip, kind, *RING_SHAPES[number])
     return samples
+
+
+def compile_alone(chip: str, dot: Dot) -> None:
+    """Compiles a matmul that is alone in its program."""
+    _dots_compiled(chip, [dot], "alone")
 
 
 def _dots_compiled(chip: str, dots: Sequence[Dot], program: str, shared: bool = False) -> list[Sample]:

@@ -1,13 +1,13 @@
-"""Makes the tables of matmul times from the real TPU compiler's estimates, and judges them on unseen shapes.
+"""Makes the tables of what TPU compilers believe of their chips, and judges matmul times on unseen shapes.
 
     python -m bench.matmul_tables [--chips tpu_v5e ...] [--jobs N]      (make bench-matmul)
 
-It compiles random matmuls for each chip (no TPU is needed, but libtpu: pip install
-'overlap-collectives[tpu]'), fits the rates of `cost_model.matmul_table` to the estimates of one set, writes
-them to cost_model/tables, and compares them with those of another set, drawn apart:
-bench/results/matmul_model.json and .md, and the shapes with their cycles in
-tests/cost_model/matmul_unseen.json. Samples are kept in bench/results/matmul_samples: what is there is not
-compiled again, so that a run can be stopped and go on later. A matmul compiles in about a second.
+It compiles a few matmuls for each chip (no TPU is needed, but libtpu: pip install 'overlap-collectives[tpu]')
+with the compiler's log on. That tells the terms of every window that it tries, from which follow the rates of
+`cost_model.windows`; they are written to cost_model/tables. Then it compiles random matmuls and compares what
+`matmul_s` finds with the compiler's estimates: bench/results/matmul_model.json and .md, and the shapes with
+their cycles in tests/cost_model/matmul_unseen.json. These samples are kept in bench/results/matmul_samples:
+what is there is not compiled again, so that a run can be stopped and go on later.
 """
 
 # mypy: allow-untyped-calls
@@ -18,10 +18,8 @@ import argparse
 import concurrent.futures
 import dataclasses
 import datetime
-import functools
-import hashlib
+import itertools
 import json
-import math
 import multiprocessing
 import os
 import statistics
@@ -36,11 +34,13 @@ from overlap import tpu_target
 if __name__ in ("__main__", "__mp_main__"):
     os.environ.update(tpu_target.ENVIRONMENT)
 
-from bench import matmul_samples
-from bench.matmul_samples import TOPOLOGIES, Sample, Set, hardware_of
+from bench import matmul_log, matmul_samples
+from bench.matmul_log import Search, Tried
+from bench.matmul_samples import BYTES, TOPOLOGIES, Dot, Sample, Set, hardware_of
 from bench.quantile import quantile
 from cost_model import Hardware, Matmul, matmul_s
-from cost_model.matmul_table import FOLDER, SCHEMA, MatmulTable, is_large
+from cost_model.matmul_table import FOLDER, SCHEMA
+from cost_model.windows import LANES, LEAVING, NARROW_ROWS, SUBLANES, SUM_BYTES
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "bench" / "results"
@@ -48,35 +48,190 @@ SAMPLES: Final = RESULTS / "matmul_samples"
 UNSEEN: Final = ROOT / "tests" / "cost_model" / "matmul_unseen.json"
 
 SEED: Final = 1
-NUMBERS: Final[dict[Set, int]] = {"table": 48, "large": 22, "long": 30, "unseen": 70}
-"""How many handfuls of programs: about 400 matmuls for a table, 250 to judge it."""
-
-FITTED: Final[tuple[Set, ...]] = ("table", "large", "long")
-"""The sets that tables are fitted to."""
+NUMBERS: Final[dict[Set, int]] = {"table": 48, "large": 22, "long": 30, "unseen": 80}
+"""How many handfuls of programs: about 700 matmuls of each chip."""
 
 UNITS: Final = ("int8", "bfloat16", "float32")
-WIDTHS: Final = ("1", "2", "4")
-ON_V4: Final = ("near_elements_per_s", "ragged_elements_per_s", "converted_elements_per_s")
-"""Rates that count on v4 alone, the one chip with CMEM."""
 
-FAR: Final = ("tile", "sums_per_s", "wide_sums", "added_bytes_per_s")
-"""Rates that count only where both operands are in main memory. They are fitted to large matmuls too, as if
-these were cut like others."""
+PROBED: Final = (16384, 8192, 8192)
+"""M, K and N of the matmuls whose windows tell of a chip: powers of two, so that windows that divide them
+move whole, and so large that neither operand is on chip."""
 
-START_FAR: Final = {"wide_sums": 4.0, "added_bytes_per_s": 5e12}
-"""Where the search for those of them begins that nothing else tells of."""
+PROBED_ROWS: Final = (8, 2048, 4096)
+"""Those of one of a few rows, for which weights are loaded."""
 
-TRUST_FAR: Final = {"wide_sums": 0.05}
-"""How surely it is near there: of some chips few samples tell of it."""
+STARTS: Final = (0, 256, 512, 1024, 2048)
+LEAST_ROWS: Final = (0, 8, 16, 32, 64, 128, 256)
+ROWS_PER_CYCLE: Final = (2, 4, 8, 16)
+"""What is tried of a matrix unit."""
 
-OF_LARGE: Final = {"strip_bytes": 3e6, "large_added_bytes_per_s": 5e12, "left_over": 1.0}
-"""Rates of large matmuls, and where the search for them begins."""
+SELDOM: Final = 0.01
+"""Share of windows in which registers take longer than the matrix unit, below which that is left out."""
+
+KNOWN: Final[Mapping[str, Mapping[str, Any]]] = {
+    "tpu_v4 core": {"near_row_cycles": 0.5, "near_window_cycles": 128, "near_bytes_per_cycle": 1024},
+    "tpu_v5p": {"cores": 2},
+    "tpu_7x": {"read_together": True, "exact": True, "adding_vmem_bytes": 2097152},
+}
+"""What is not fitted but was seen, in the same logs: see `cost_model.windows.Rates`. CMEM of a v4 is near but
+no VMEM; a v5p's device is two cores; 7x counts windows at the edges with their bytes."""
 
 PLACES: Final = ("all in main memory", "weight on chip", "more on chip")
 
 
+def rates_of(chip: str) -> dict[str, Any]:
+    """The fields of a chip's `Rates`, from the compiler's log of a few matmuls.
+
+    Raises:
+      ValueError: the log is not as expected.
+    """
+    hardware = hardware_of(chip)
+    lanes = hardware.matmul_tile[1]
+    probed = {unit: _probed(chip, unit, PROBED) for unit in UNITS}
+    few_rows = {unit: _probed(chip, unit, PROBED_ROWS) for unit in UNITS}
+    tried = probed["bfloat16"].tried
+    whole = [one for one in tried if all(size % part == 0 for size, part in _sizes(one, PROBED))]
+    read_cycles, read_s = _line(
+        [(2 * one.rows * one.k, one.lhs_cycles) for one in whole]
+        + [(2 * one.k * one.columns, one.rhs_cycles) for one in whole]
+    )
+    leaving = [(LEAVING[2] * one.rows * one.columns, one.result_cycles) for one in whole]
+    write_cycles, write_s = _line(leaving)
+    if abs(read_s / write_s - 1) > 0.01:
+        raise ValueError(f"{chip}: reads at {1 / read_s:.1f} bytes per cycle, writes at {1 / write_s:.1f}")
+    wide_sum_cycles, narrow_sum_cycles = (_sum_cycles(probed[unit].tried) for unit in ("float32", "bfloat16"))
+    convert_cycles = narrow_sum_cycles - wide_sum_cycles
+    return {
+        "clock_hz": hardware.clock_hz,
+        "cores": 1,
+        "lanes": lanes,
+        "vmem_bytes": probed["bfloat16"].room_bytes,
+        "bytes_per_cycle": 1 / read_s,
+        "read_cycles": read_cycles,
+        "write_cycles": write_cycles,
+        "read_together": False,
+        "exact": False,
+        "adding_vmem_bytes": 0,
+        "sum_cycles": wide_sum_cycles - convert_cycles,
+        "convert_cycles": convert_cycles,
+        "near_row_cycles": 0.0,
+        "near_window_cycles": 0.0,
+        "near_bytes_per_cycle": 0.0,
+        "units": {unit: _unit(unit, lanes, probed[unit].tried, few_rows[unit].tried) for unit in UNITS},
+        **KNOWN.get(chip, {}),
+    }
+
+
+def _probed(chip: str, unit: str, sizes: tuple[int, int, int]) -> Search:
+    m, k, n = sizes
+    dot = Dot(m=m, k=k, n=n, dtype=unit, out_dtype="int32" if unit == "int8" else unit)
+    return matmul_log.searches(matmul_log.logged(lambda: matmul_samples.compile_alone(chip, dot)))[0]
+
+
+def _sizes(one: Tried, sizes: tuple[int, int, int]) -> list[tuple[int, int]]:
+    return list(zip(sizes, (one.rows, one.k, one.columns), strict=True))
+
+
+def _sum_cycles(tried: Sequence[Tried]) -> float:
+    """Cycles in which partial sums are added up, per register of the result, where K is cut."""
+    cut = [one for one in tried if one.k < PROBED[1]]
+    registers = sum(one.rows * one.columns / (SUBLANES * LANES) for one in cut)
+    return round(sum(one.sum_cycles for one in cut) / registers, 2)
+
+
+def _unit(unit: str, lanes: int, tried: Sequence[Tried], few_rows: Sequence[Tried]) -> dict[str, Any]:
+    """The fields of a `Unit`."""
+    depths = (lanes, 2 * lanes)
+
+    def misses(start: int, depth: int, per_cycle: int, least: int) -> float:
+        found = (
+            start
+            + -(-one.k // depth) * -(-one.columns // lanes) * max(one.rows, least) / per_cycle
+            - one.unit_cycles
+            for one in (*tried, *few_rows)
+        )
+        return sum(map(abs, found))
+
+    start, depth, per_cycle, least = min(
+        itertools.product(STARTS, depths, ROWS_PER_CYCLE, LEAST_ROWS), key=lambda of: misses(*of)
+    )
+    return {
+        "start_cycles": start,
+        "depth": depth,
+        "rows_per_cycle": per_cycle,
+        "least_rows": least,
+        "copy_bytes": _copy_bytes(unit, tried),
+        "register_cycles": _register_cycles(tried, depth, lanes),
+    }
+
+
+def _copy_bytes(unit: str, tried: Sequence[Tried]) -> float:
+    """Bytes on chip of an element of an operand, beside two buffers of what arrives."""
+    packed = NARROW_ROWS if unit == "int8" else 2 * SUBLANES
+    found = []
+    for one in tried:
+        elements = [one.rows * one.k, one.k * one.columns]
+        buffers = [2 * BYTES[unit] * of for of in elements]
+        near = (one.lhs_near, one.rhs_near)
+        held = sum(of for of, is_near in zip(buffers, near, strict=True) if not is_near)
+        copied = -(-one.rows // packed) * packed * one.k + elements[1]
+        found.append((one.vmem_bytes - SUM_BYTES * one.rows * one.columns - held) / copied)
+    return round(statistics.median(found), 2)
+
+
+def _register_cycles(tried: Sequence[Tried], depth: int, lanes: int) -> list[float]:
+    """Cycles per register of the left and of the right operand, and of what is added up, where they count."""
+    import numpy as np
+
+    longer = [one for one in tried if one.compute_cycles > one.unit_cycles]
+    if len(longer) < SELDOM * len(tried):
+        return [0.0, 0.0, 0.0]
+    tile = SUBLANES * LANES
+    terms = np.array(
+        [
+            (
+                one.rows * one.k / tile,
+                one.k * one.columns / tile,
+                one.rows * _padded(one.k, depth) * _padded(one.columns, lanes) / tile / LANES,
+            )
+            for one in longer
+        ]
+    )
+    cycles = np.array([one.compute_cycles for one in longer], float)
+    kept = np.ones(len(longer), bool)
+    for _ in range(8):  # those nearest to a plane: the others have another bottleneck
+        found = np.linalg.lstsq(terms[kept], cycles[kept], rcond=None)[0]
+        misses = np.abs(terms @ found - cycles)
+        kept = misses <= np.quantile(misses, 0.6) + 0.5
+    return [round(max(0.0, float(each)), 3) for each in found]
+
+
+def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Intercept and slope of the line through points, by least squares."""
+    slope, intercept = statistics.linear_regression(*zip(*points, strict=True))
+    return round(intercept), slope
+
+
+def write_table(chip: str) -> None:
+    """The table's file, with where it comes from."""
+    content = {
+        "schema": SCHEMA,
+        "chip": chip,
+        "made": {
+            "by": "bench/matmul_tables.py",
+            "how": "from the compiler's log of the windows that it tries",
+            "on": datetime.date.today().isoformat(),
+            "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "libtpu")},
+            "topology": TOPOLOGIES[chip],
+        },
+        "rates": _significant(rates_of(chip)),
+    }
+    FOLDER.mkdir(exist_ok=True)
+    _path_of_table(chip).write_text(json.dumps(content, indent=2) + "\n")
+
+
 def collect(chips: Sequence[str], jobs: int) -> None:
-    """Compiles what is missing of the sets."""
+    """Compiles what is missing of the samples."""
     from rich.progress import Progress
 
     SAMPLES.mkdir(parents=True, exist_ok=True)
@@ -89,8 +244,6 @@ def collect(chips: Sequence[str], jobs: int) -> None:
     ]
     if not wanted:
         return
-    if why := tpu_target.missing():
-        raise SystemExit(f"{len(wanted)} handfuls of samples are missing and cannot be compiled: {why}")
     spawn = multiprocessing.get_context("spawn")
     with (
         Progress(transient=True) as progress,
@@ -113,189 +266,14 @@ def collect(chips: Sequence[str], jobs: int) -> None:
 
 
 def read(chip: str, of: Set) -> list[Sample]:
-    """The samples that are there, in the order of their numbers; a shape that a table saw is not unseen."""
+    """The samples that are there, in the order of their numbers."""
     lines = sorted(_lines(chip, of), key=lambda line: line["number"])
-    samples = [Sample.from_list(fields) for line in lines for fields in line["samples"]]
-    if of == "unseen":
-        seen = {sample.dot for fitted in FITTED for sample in read(chip, fitted)}
-        samples = [sample for sample in samples if sample.dot not in seen]
-    return samples
+    return [Sample.from_list(fields) for line in lines for fields in line["samples"]]
 
 
-def predicted_s(sample: Sample, table: MatmulTable) -> float:
-    """Seconds of a sample by a table."""
-    dot = sample.dot
-    return table.seconds(
-        dot.batch,
-        dot.m,
-        dot.k,
-        dot.n,
-        dot.dtype,
-        matmul_samples.BYTES[dot.dtype],
-        matmul_samples.BYTES[dot.dtype],
-        matmul_samples.BYTES[dot.out_dtype],
-        lhs_near=sample.lhs != 0,
-        rhs_near=sample.rhs != 0,
-        result_near=sample.result != 0,
-        accumulator_width=sample.accumulator_width,
-        accumulator_near=bool(sample.accumulator),
-    )
-
-
-def fit(
-    samples: Sequence[Sample], large: Sequence[Sample], long: Sequence[Sample], hardware: Hardware
-) -> MatmulTable:
-    """The table whose times are nearest to the samples', in the logarithm and without much heed to outliers.
-
-    It starts from plausible rates and stays near them where the samples do not say otherwise. What counts
-    only where both operands are in main memory is fitted to such ones of two sets, after the rest; and what
-    counts only for large ones to these, last.
-    """
-    far = [sample for sample in (*samples, *large) if _place(sample) == PLACES[0]]
-    begin = _fit_all(samples, hardware)
-    start = {name: START_FAR.get(name, getattr(begin, name)) for name in FAR}
-    table = _fit_some(begin, start, far, hardware)
-    return _fit_some(table, OF_LARGE, [sample for sample in (*far, *long) if _is_large(sample)], hardware)
-
-
-def _is_large(sample: Sample) -> bool:
-    """Whether the formula takes it as a large one."""
-    dot, width = sample.dot, matmul_samples.BYTES[sample.dot.dtype]
-    lhs_bytes, rhs_bytes = width * dot.m * dot.k, width * dot.k * dot.n
-    return _place(sample) == PLACES[0] and is_large(dot.batch, lhs_bytes, rhs_bytes, width)
-
-
-def _fit_some(
-    table: MatmulTable, start: Mapping[str, float], samples: Sequence[Sample], hardware: Hardware
-) -> MatmulTable:
-    """A table with some rates, that begin somewhere, fitted to the samples that they count for."""
-    import numpy as np
-    from scipy.optimize import least_squares  # type: ignore[import-untyped]
-
-    def moved(point: Any) -> MatmulTable:
-        values = dict(zip(start, np.exp(point).tolist(), strict=True))
-        return dataclasses.replace(table, **values)
-
-    def residuals(point: Any) -> Any:
-        errors = np.log1p(_errors(samples, moved(point), hardware))
-        return np.concatenate([errors, trust * (point - origin)])
-
-    origin = np.log(list(start.values()))
-    trust = np.array([TRUST_FAR.get(name, 0.01) for name in start])
-    return moved(least_squares(residuals, origin, loss="soft_l1", f_scale=0.15).x)
-
-
-def _fit_all(samples: Sequence[Sample], hardware: Hardware) -> MatmulTable:
-    """A table with all rates but those of large matmuls, and of adding to what is in main memory."""
-    import numpy as np
-    from scipy.optimize import least_squares
-
-    lanes = hardware.matmul_tile[1]
-    seconds = [sample.cycles / hardware.clock_hz for sample in samples]
-    has_cmem = any(3 in (sample.lhs, sample.rhs) for sample in samples)
-    hbm = hardware.hbm_bytes_per_s
-    start = {
-        **{f"flops_per_s {unit}": hardware.flops_for(unit) for unit in UNITS},
-        **{f"least_rows {unit}": 0.4 * lanes for unit in UNITS},
-        "launch_s": 1e-7,
-        "batch_s": 2e-8,
-        "operand_latency_s": 1e-6,
-        "second_latency_s": 1e-6,
-        "result_latency_s": 1e-6,
-        "step_s": 4e-7,
-        "second_stream": 0.3,
-        "step_bytes": 4e6,
-        "tile": 1000.0,
-        "sums_per_s": 5e12,
-        "lhs_bytes_per_s": 0.7 * hbm,
-        "rhs_bytes_per_s": 0.7 * hbm,
-        "narrow_reading": 0.9,
-        "result_bytes_per_s 2": 0.3 * hbm,
-        "result_bytes_per_s 4": 0.8 * hbm,
-        **(dict.fromkeys(ON_V4, hbm) if has_cmem else {}),
-    }
-    names = list(start)
-    origin = np.log(list(start.values()))
-    # The peak in bfloat16 is known, those of other dtypes are what the unit could do, of the rest little is.
-    known = {"flops_per_s bfloat16": 1.0, "flops_per_s int8": 0.1, "flops_per_s float32": 0.1}
-    trust = np.array([known.get(name, 0.01) for name in names])
-
-    def table(point: Any, narrow_launch_s: float = 0.0) -> MatmulTable:
-        value = dict(zip(names, np.exp(point).tolist(), strict=True))
-        groups: dict[str, Any] = {
-            "flops_per_s": {unit: value.pop(f"flops_per_s {unit}") for unit in UNITS},
-            "least_rows": {unit: value.pop(f"least_rows {unit}") for unit in UNITS},
-            # As many elements of one byte as of two: no sample has such results.
-            "result_bytes_per_s": {
-                "1": value["result_bytes_per_s 2"] / 2,
-                "2": value.pop("result_bytes_per_s 2"),
-                "4": value.pop("result_bytes_per_s 4"),
-            },
-        }
-        unknown = dict.fromkeys((*ON_V4, "added_bytes_per_s", *OF_LARGE), 0.0)
-        values = {**unknown, "wide_sums": 1.0, **value}
-        return MatmulTable(lanes=lanes, narrow_launch_s=narrow_launch_s, **groups, **values)
-
-    def errors(guess: MatmulTable) -> list[float]:
-        return [
-            math.log(predicted_s(sample, guess) / second)
-            for sample, second in zip(samples, seconds, strict=True)
-        ]
-
-    def residuals(point: Any) -> Any:
-        return np.concatenate([errors(table(point)), trust * (point - origin)])
-
-    robust = functools.partial(least_squares, loss="soft_l1", f_scale=0.15)
-    best = robust(residuals, origin).x
-    # Last, so that it does not bend what other dtypes tell.
-    (launch_us,) = robust(lambda us: errors(table(best, us[0] * 1e-6)), [0.1], bounds=(0, 10)).x
-    if not has_cmem:
-        return table(best, launch_us * 1e-6)
-    # The unit takes no operands of one byte there and computes in bfloat16: what is left that concerns them
-    # alone is fitted together.
-    begin = best.copy()
-    for rate in ("flops_per_s", "least_rows"):
-        begin[names.index(f"{rate} int8")] = best[names.index(f"{rate} bfloat16")]
-    narrow = [names.index(name) for name in ("narrow_reading", "converted_elements_per_s")]
-
-    def moved(point: Any) -> Any:
-        all_rates = begin.copy()
-        all_rates[narrow] = point[:-1]
-        return all_rates
-
-    def of_narrow(point: Any) -> Any:
-        misses = errors(table(moved(point), math.exp(point[-1])))
-        return np.concatenate([misses, trust[narrow] * (point[:-1] - begin[narrow])])
-
-    found = robust(of_narrow, [*begin[narrow], math.log(launch_us * 1e-6 + 1e-8)]).x
-    return table(moved(found), math.exp(found[-1]))
-
-
-def write_table(chip: str, table: MatmulTable, samples: Sequence[Sample]) -> None:
-    """The table's file, with where it comes from."""
-    hardware = hardware_of(chip)
-    errors = [abs(error) for error in _errors(samples, table, hardware)]
-    content = {
-        "schema": SCHEMA,
-        "chip": chip,
-        "made": {
-            "by": "bench/matmul_tables.py",
-            "how": "fitted to estimated_cycles of matmuls compiled for the chip, over its clock",
-            "on": datetime.date.today().isoformat(),
-            "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "libtpu")},
-            "topology": TOPOLOGIES[chip],
-            "clock_hz": hardware.clock_hz,
-            "samples": len(samples),
-            "samples_sha256": hashlib.sha256(
-                b"".join(_path(chip, of).read_bytes() for of in FITTED)
-            ).hexdigest(),
-            "median_error": round(statistics.median(errors), 4),
-            "p95_error": round(quantile(errors, 0.95), 4),
-        },
-        "rates": _rounded({name: getattr(table, name) for name in MatmulTable.__dataclass_fields__}),
-    }
-    FOLDER.mkdir(exist_ok=True)
-    _path_of_table(chip).write_text(json.dumps(content, indent=2) + "\n")
+def read_all(chip: str) -> list[Sample]:
+    """The samples of all collections."""
+    return [sample for of in get_args(Set) for sample in read(chip, of)]
 
 
 def judge(chips: Sequence[str]) -> dict[str, Any]:
@@ -303,7 +281,7 @@ def judge(chips: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for chip in chips:
         hardware = hardware_of(chip)
-        samples = read(chip, "unseen")
+        samples = read_all(chip)
         errors = [_matmul_s(sample, hardware) * hardware.clock_hz / sample.cycles - 1 for sample in samples]
         pairs = list(zip(samples, errors, strict=True))
         found[chip] = {
@@ -325,38 +303,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--chips", nargs="*", choices=list(TOPOLOGIES), default=list(TOPOLOGIES))
     parser.add_argument("--jobs", type=int, default=1, help="compilers at once")
-    parser.add_argument("--no-compile", action="store_true", help="use the samples that are there")
+    parser.add_argument("--no-compile", action="store_true", help="judge by the tables and samples there are")
     options = parser.parse_args(argv)
     if not options.no_compile:
+        if why := tpu_target.missing():
+            raise SystemExit(f"bench.matmul_tables: {why}")
+        # A process of its own for every chip: the log is turned on before JAX is imported.
+        spawn = multiprocessing.get_context("spawn")
+        for chip in options.chips:
+            logging = spawn.Process(target=_write_logged, args=(chip,))
+            logging.start()
+            logging.join()
+            if logging.exitcode:
+                raise SystemExit(f"bench.matmul_tables: no table of {chip}")
         collect(options.chips, options.jobs)
-    for chip in options.chips:
-        samples = read(chip, "table")
-        if not samples:
-            raise SystemExit(f"no samples of {chip} in {SAMPLES}: run without --no-compile")
-        large, long = read(chip, "large"), read(chip, "long")
-        write_table(chip, fit(samples, large, long, hardware_of(chip)), [*samples, *large, *long])
     found = judge([chip for chip in TOPOLOGIES if _path_of_table(chip).is_file()])
     _write_results(found)
     print(_markdown(found))
     return 0
 
 
+def _write_logged(chip: str) -> None:
+    os.environ.update(matmul_log.ENVIRONMENT)
+    write_table(chip)
+
+
 def _matmul_s(sample: Sample, hardware: Hardware) -> float:
     dot = sample.dot
     matmul = Matmul(batch=dot.batch, m=dot.m, k=dot.k, n=dot.n, dtype=dot.dtype, out_dtype=dot.out_dtype)
+    placed = sample.program == "placed"
     return matmul_s(
         matmul,
         hardware,
         lhs_on_chip=sample.lhs != 0,
         rhs_on_chip=sample.rhs != 0,
-        result_on_chip=sample.result != 0,
+        result_on_chip=sample.result != 0 and not (placed and hardware.places_slowly),
         accumulator={0: None, 2: "bfloat16", 4: "float32"}[sample.accumulator_width],
         accumulator_on_chip=bool(sample.accumulator),
+        placed="rows" if placed else None,
     )
-
-
-def _errors(samples: Sequence[Sample], table: MatmulTable, hardware: Hardware) -> list[float]:
-    return [predicted_s(sample, table) * hardware.clock_hz / sample.cycles - 1 for sample in samples]
 
 
 def _place(sample: Sample) -> str:
@@ -377,10 +362,14 @@ def _summary(errors: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def _rounded(value: Any) -> Any:
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _significant(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
+        return {key: _significant(item) for key, item in value.items()}
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def _write_results(found: dict[str, Any]) -> None:
@@ -403,7 +392,7 @@ def _markdown(found: dict[str, Any]) -> str:
         "# Matmul model",
         "",
         "Predicted times of matmuls of random shape against the TPU compiler's own estimates, on shapes that",
-        "the tables were not fitted to: median / 95th percentile of the relative error (number of shapes).",
+        "no table was made from: median / 95th percentile of the relative error (number of shapes).",
         "",
         f"| chip | {' | '.join(cases)} |",
         f"|---|{'---|' * len(cases)}",

@@ -7,8 +7,9 @@ from typing import Literal
 from cost_model.collectives import check_hardware
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
-from cost_model.matmul_table import MatmulTable, Unit, table_of, unit_of
+from cost_model.matmul_table import table_of, unit_of
 from cost_model.whole import whole
+from cost_model.windows import Along, Fused, cycles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +112,11 @@ def matmul_s(
     result_on_chip: bool = False,
     accumulator: str | None = None,
     accumulator_on_chip: bool = False,
+    placed: Along | None = None,
 ) -> float:
     """Seconds one matmul takes on one device.
 
-    On a TPU it is what the TPU's compiler would estimate: see `cost_model.matmul_table`. Elsewhere, for
+    On a TPU it is what the TPU's compiler would estimate: see `cost_model.windows`. Elsewhere, for
     dtypes that the TPU's matrix unit does not take, and where rates were measured or changed by hand:
 
         overhead + max(padded FLOPs / (efficiency · peak), bytes in main memory / bandwidth)
@@ -130,6 +132,8 @@ def matmul_s(
       accumulator: dtype of an array of the result's shape that is added in the same fusion, such as a ring's
         partial sum; None if there is none. Addition itself is free; the array is read.
       accumulator_on_chip: whether it lies on the chip, and needs no reading from main memory.
+      placed: whether the result is put into its place among the rows or columns of a larger array in the same
+        fusion, as a ring's are. On a TPU that leaves less choice of windows.
 
     Raises:
       TypeError: the hardware is none.
@@ -137,22 +141,31 @@ def matmul_s(
     check_hardware(hardware)
     if not matmul.flops:
         return 0.0
-    table = table_of(hardware)
-    unit = None if table is None else unit_of(matmul.dtype, hardware)
-    if table is None or unit is None:
+    rates = table_of(hardware)
+    unit = None if rates is None else unit_of(matmul.dtype, hardware)
+    if rates is None or unit is None:
         near_bytes = _near_bytes(matmul, lhs_on_chip, rhs_on_chip, result_on_chip)
         sum_bytes = 0.0
         if accumulator is not None and not accumulator_on_chip:
             sum_bytes = matmul.batch * matmul.m * matmul.n * dtype_bytes(accumulator)
         return _roofline_s(matmul, hardware, near_bytes, sum_bytes)
-    return _table_s(
-        matmul,
-        table,
-        unit,
-        (lhs_on_chip, rhs_on_chip, result_on_chip),
-        0.0 if accumulator is None else dtype_bytes(accumulator),
-        accumulator_on_chip,
+    fused = Fused(
+        batch=matmul.batch,
+        m=matmul.m,
+        k=matmul.k,
+        n=matmul.n,
+        unit=unit,
+        lhs_width=dtype_bytes(matmul.lhs_dtype or matmul.dtype),
+        rhs_width=dtype_bytes(matmul.rhs_dtype or matmul.dtype),
+        out_width=dtype_bytes(matmul.result_dtype),
+        lhs_near=lhs_on_chip,
+        rhs_near=rhs_on_chip,
+        result_near=result_on_chip,
+        accumulator_width=0.0 if accumulator is None else dtype_bytes(accumulator),
+        accumulator_near=accumulator_on_chip,
+        placed=placed,
     )
+    return cycles(fused, rates) / rates.clock_hz
 
 
 def _roofline_s(matmul: Matmul, hardware: Hardware, near_bytes: float, sum_bytes: float) -> float:
@@ -161,32 +174,6 @@ def _roofline_s(matmul: Matmul, hardware: Hardware, near_bytes: float, sum_bytes
     )
     memory_s = (max(matmul.bytes - near_bytes, 0) + sum_bytes) / hardware.hbm_bytes_per_s
     return hardware.matmul_overhead_s + max(compute_s, memory_s)
-
-
-def _table_s(
-    matmul: Matmul,
-    table: MatmulTable,
-    unit: Unit,
-    near: tuple[bool, bool, bool],
-    accumulator_width: float,
-    accumulator_near: bool,
-) -> float:
-    lhs_near, rhs_near, result_near = near
-    return table.seconds(
-        matmul.batch,
-        matmul.m,
-        matmul.k,
-        matmul.n,
-        unit,
-        dtype_bytes(matmul.lhs_dtype or matmul.dtype),
-        dtype_bytes(matmul.rhs_dtype or matmul.dtype),
-        dtype_bytes(matmul.result_dtype),
-        lhs_near=lhs_near,
-        rhs_near=rhs_near,
-        result_near=result_near,
-        accumulator_width=accumulator_width,
-        accumulator_near=accumulator_near,
-    )
 
 
 def _near_bytes(matmul: Matmul, lhs: bool, rhs: bool, result: bool) -> float:

@@ -21,6 +21,7 @@ from cost_model.matmul import Matmul
 from cost_model.on_chip import OTHER, Side, wholes_s
 from cost_model.pipeline import copied_sum_s
 from cost_model.ring import Estimate
+from cost_model.windows import Along
 
 Beside = Offloaded | Literal["all_to_all"]
 
@@ -52,14 +53,6 @@ CUTTING: Final = 1.3
 into pieces, all of them before the first goes; those of rows were seen to take 1.5 to 2 times as long (v4,
 v5p, v6e). Placing pieces of rows takes just reading and writing them (7x)."""
 
-IN_PLACE: Final = 1.05
-"""Times as long as by themselves dots take that make strips in their place in the result, on 7x.
-
-Of 24 widths by its compiler from 0.98 to 1.18, in the median 1.035 (v5e: 0.89 to 0.96, taken as 1); a little
-more is taken, for a loss is worse than a gain that is missed. What a dot's windows can be is limited by where
-its strip lies: the worst are strips of 29 and 31 times 128 columns.
-"""
-
 COPYING: Final = 0.03
 """Up to which part of a strip's dots, at the peak, it may take to copy what the strip has of their operand.
 
@@ -72,10 +65,6 @@ NEAR_PIECES: Final = 10
 
 On v5e 8 and 10 pieces of two products took no main memory; of 16, now of rows and now of columns, three did.
 """
-
-BATCH_IN_PLACE: Final = 1.15
-"""The same of dots with a batch dim: of 20 chains from 0.9 to 1.5, in the median 1.15 (v5e: 1)."""
-
 
 def is_offloaded(collective: Offloaded, axis: Axis) -> bool:
     """Whether this collective of these devices runs beside dots: not between slices, or where none does."""
@@ -186,7 +175,7 @@ def offloaded_estimate(work: InTurn, as_written: Estimate, axis: Axis) -> Estima
 
     def piece_s(before_s: float) -> float:
         """Seconds of a piece's dots, before which something else runs for so long."""
-        return copies.cut_s + _in_place(work, hardware) * wholes_s(work.piece, hardware, before_s, sent)
+        return copies.cut_s + wholes_s(work.piece, hardware, before_s, sent, _along(work))
 
     priced = in_turn_estimate(
         gathers=gathers,
@@ -207,11 +196,11 @@ def offloaded_estimate(work: InTurn, as_written: Estimate, axis: Axis) -> Estima
     return priced
 
 
-def _in_place(work: InTurn, hardware: Hardware) -> float:
-    """How many times as long as by themselves the dots of a piece take."""
-    if not (work.gathers and work.across and hardware.network == "torus") or hardware.dots_gather:
-        return 1.0
-    return BATCH_IN_PLACE if any(matmul.batch > 1 for matmul in work.matmuls) else IN_PLACE
+def _along(work: InTurn) -> Along | None:
+    """Where the dots of a piece put their strips of the results; None where these are put there by copies."""
+    if not (work.gathers and work.across):
+        return None
+    return "rows" if work.piece[0].m < work.matmuls[0].m else "columns"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
+from cost_model.windows import Along
 
 LITTLE: Final = 1 / 16
 """Share of the room on chip that an operand of one step may take to be there, as compilers do it."""
@@ -49,7 +50,11 @@ class Whole:
 
 
 def wholes(
-    matmuls: tuple[Matmul, ...], hardware: Hardware, before_s: float, sent: Side | None = None
+    matmuls: tuple[Matmul, ...],
+    hardware: Hardware,
+    before_s: float,
+    sent: Side | None = None,
+    placed: Along | None = None,
 ) -> tuple[Whole, ...]:
     """The whole dots.
 
@@ -63,36 +68,43 @@ def wholes(
       hardware: where they run.
       before_s: what runs before them.
       sent: the operand of the first dot that a collective before it has made.
+      placed: where they put their results into larger arrays; see `matmul_s`.
     """
     found: list[Whole] = []
     for matmul in matmuls:
         if hardware.network == "torus" and not before_s:
-            found.append(_first(matmul, hardware))
+            found.append(_first(matmul, hardware, placed))
             before_s = sum((dot.seconds for dot in found), 0.0)
         else:
             far = None if hardware.receives_on_chip else sent
-            dot, before_s = _later(matmul, hardware, before_s, far)
+            dot, before_s = _later(matmul, hardware, before_s, far, placed)
             found.append(dot)
         sent = None
     return tuple(found)
 
 
 def wholes_s(
-    matmuls: tuple[Matmul, ...], hardware: Hardware, before_s: float, sent: Side | None = None
+    matmuls: tuple[Matmul, ...],
+    hardware: Hardware,
+    before_s: float,
+    sent: Side | None = None,
+    placed: Along | None = None,
 ) -> float:
     """Seconds of the whole dots: see `wholes`."""
-    return sum((dot.seconds for dot in wholes(matmuls, hardware, before_s, sent)), 0.0)
+    return sum((dot.seconds for dot in wholes(matmuls, hardware, before_s, sent, placed)), 0.0)
 
 
-def _first(matmul: Matmul, hardware: Hardware) -> Whole:
+def _first(matmul: Matmul, hardware: Hardware, placed: Along | None) -> Whole:
     """A TPU's dot that nothing runs before, and what it waits for."""
     fitting: list[Side] = [side for side in SIDES if side_bytes(matmul, side) <= hardware.on_chip_bytes]
     held = max(fitting, key=lambda side: side_bytes(matmul, side), default=None)
     near = _beside(matmul, hardware, held)
-    return _whole(matmul, hardware, near, side_bytes(matmul, held) / hardware.hbm_bytes_per_s)
+    return _whole(matmul, hardware, near, placed, side_bytes(matmul, held) / hardware.hbm_bytes_per_s)
 
 
-def _later(matmul: Matmul, hardware: Hardware, before_s: float, far: Side | None) -> tuple[Whole, float]:
+def _later(
+    matmul: Matmul, hardware: Hardware, before_s: float, far: Side | None, placed: Along | None
+) -> tuple[Whole, float]:
     """A dot that something runs before, and how much of that is left to fetch more beside it.
 
     Args:
@@ -100,16 +112,17 @@ def _later(matmul: Matmul, hardware: Hardware, before_s: float, far: Side | None
       hardware: where it runs.
       before_s: what runs before.
       far: the operand that cannot be on chip.
+      placed: where it puts its result.
     """
     sizes = [math.inf if side == far else side_bytes(matmul, side) for side in SIDES]
     smaller = SIDES[0] if sizes[0] < sizes[1] else SIDES[1]
     held = smaller if min(sizes) <= hardware.on_chip_bytes else None
-    dot = _whole(matmul, hardware, _beside(matmul, hardware, held, far))
+    dot = _whole(matmul, hardware, _beside(matmul, hardware, held, far), placed)
     if hardware.network == "torus" and max(sizes) <= hardware.on_chip_bytes:
         fetch_s = max(sizes) / hardware.hbm_bytes_per_s
         both = sum(sizes) <= hardware.on_chip_bytes
         near = SIDES if both else _beside(matmul, hardware, OTHER[smaller])
-        fetched = _whole(matmul, hardware, near, max(0.0, fetch_s - before_s))
+        fetched = _whole(matmul, hardware, near, placed, max(0.0, fetch_s - before_s))
         if fetched.seconds < dot.seconds:
             return fetched, max(0.0, before_s - fetch_s)
     return dot, before_s
@@ -125,7 +138,14 @@ def _beside(
     )
 
 
-def _whole(matmul: Matmul, hardware: Hardware, near: tuple[Side, ...], waited_s: float = 0.0) -> Whole:
+def _whole(
+    matmul: Matmul,
+    hardware: Hardware,
+    near: tuple[Side, ...],
+    placed: Along | None = None,
+    waited_s: float = 0.0,
+) -> Whole:
     """A dot that finds those operands on chip once it has waited so long."""
-    dot_s = matmul_s(matmul, hardware, lhs_on_chip="lhs" in near, rhs_on_chip="rhs" in near)
+    lhs, rhs = ("lhs" in near, "rhs" in near)
+    dot_s = matmul_s(matmul, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs, placed=placed)
     return Whole(seconds=dot_s + waited_s, waited_s=waited_s, on_chip=near)

@@ -23,7 +23,8 @@ from cost_model.on_chip import Whole, side_bytes, wholes
 from cost_model.ring_copies import adding_s, copies_at_once_s, copies_s, cutting_s, entering_s
 from cost_model.ring_on_chip import OnChip, late_s, on_chip, sum_near, sums_stay
 from cost_model.ring_work import RingWork, blocks_of, cut_side, few_rows_between_tiles, sent_side, strip_side
-from cost_model.tile import LANES, placed_slowness
+from cost_model.tile import LANES, placed_rows
+from cost_model.windows import Along
 
 FORESEEN: Final = 1 / 4
 """Share of a hop's time for which TPU compilers put dots beside it where they place its start. They were seen
@@ -417,13 +418,16 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool)
     sums = zip(work.piece, summed, strict=True)
     sum_bytes = sum(piece.batch * piece.m * piece.n * width for piece, added in sums if added)
     sum_before, sum_after = sum_near(work, sum_bytes, placed.held_bytes, hardware)
-    together = 1 if work.halves else work.pieces
     total_s = 0.0
     each = zip(work.pairs, summed, placed.near, placed.results, strict=True)
     for number, ((piece, whole), added, (lhs, rhs), grows) in enumerate(each):
-        by_rows = gathered and not work.joined and piece.k == whole.k and piece.m < whole.m
-        by_tiles = by_rows and hardware.network == "torus"
-        slowness = placed_slowness(piece.m, piece.k, piece.n, together) if by_tiles else 1.0
+        along: Along | None = None
+        if gathered and not work.joined and piece.k == whole.k:
+            along = "rows" if piece.m < whole.m else "columns" if piece.n < whole.n else None
+        share = 1.0
+        if along == "rows" and (rows := placed_rows(piece.m, 1 if work.halves else work.pieces)) != piece.m:
+            share = piece.m / rows
+            piece = dataclasses.replace(piece, m=rows)
         dot_s = functools.partial(
             matmul_s,
             dataclasses.replace(piece, out_dtype=work.accumulator) if added else piece,
@@ -431,6 +435,7 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool)
             result_on_chip=sum_after if added else grows and not hardware.places_slowly,
             accumulator=work.accumulator if added and not hardware.lone_matmuls else None,
             accumulator_on_chip=added and sum_before,
+            placed=along,
         )
         near_s = dot_s(lhs_on_chip=lhs, rhs_on_chip=rhs)
         if grows and not added and hardware.spares_writing:
@@ -441,7 +446,7 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool)
                 lhs_on_chip=lhs and placed.arriving != "lhs", rhs_on_chip=rhs and placed.arriving != "rhs"
             )
             near_s += (far_s - near_s) / work.dots
-        total_s += slowness * near_s
+        total_s += share * near_s
         if added:
             total_s += adding_s(piece.batch * piece.m * piece.n * width, hardware)
     return total_s

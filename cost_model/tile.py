@@ -99,21 +99,14 @@ def placed_edges(edges: Sequence[int], grain: int) -> list[int]:
 
 
 @functools.lru_cache
-def placed_slowness(rows: int, k: int, n: int, pieces: int = 1) -> float:
-    """How many times as long dots take whose rows are written straight into their place in a larger array.
-
-    Where only very small windows divide the rows, or such large ones that few columns fit beside them, dots
-    take longer: in compiled rings 8 · 313 rows took 1 to 1.3 times as long, 8 · 467 1.1 to 1.9 (and once 10),
-    8 · 563 1.1 to 2, 8 · 751 1.2 to 2.7, and 8 · 1039 2.6 times.
+def placed_rows(rows: int, pieces: int) -> int:
+    """Rows of the largest of pieces that are written into their places in a larger array: see `placed_edges`.
 
     Args:
-      rows: of a dot's result.
-      k, n: its contracting dim and its columns.
-      pieces: how many have such rows, and could do with a few more or less: see `placed_edges`.
+      rows: of each, in the mean.
+      pieces: how many there are.
     """
-    if rows % SUBLANES or rows <= MOST_WINDOW_ROWS or min(k, n) <= LARGE:
-        return 1.0
+    if rows % SUBLANES:
+        return rows
     edges = placed_edges([piece * rows for piece in range(pieces + 1)], TILE_ROWS)
-    if _have_windows(edges):
-        return 1.0
-    return min(MOST_SLOWNESS, 0.5 + rows / 4000)
+    return max(last - first for first, last in itertools.pairwise(edges))

@@ -64,6 +64,7 @@ ONLY_PREDICTING: Final = frozenset(
             "ring_on_chip",
             "ring_work",
             "strategies",
+            "windows",
         )
     }
 )

@@ -1,0 +1,445 @@
+"""The windows in which a TPU's compiler runs a matmul, and the cycles that it estimates for it.
+
+The compiler cuts `[m, k] · [k, n]` into windows of rows, of what is contracted and of columns, and runs them
+one after the other, columns outermost and what is contracted innermost. While the matrix unit works on one,
+the next windows of the operands come from main memory and the last window of the result goes there. Of all
+windows that fit on chip it takes those of the least cycles. The formulas here are those of its own log (see
+`bench/matmul_tables.py`), which gives every term of every window that it tries. Where K is whole, and where
+it is cut:
+
+    A + B + C + O  +  rows' steps · max(C, A + O)  +  columns' steps · max(C, A + B + O)
+    A + B + C + F + O  +  (tiles - 1) · max(C + F, A + B + O)  +  other steps · max(C, A + B)
+
+    A, B  a window of the left and of the right operand: latency + bytes / rate; 0 if it is on chip. With one
+          window of rows A is not read again
+    O     a window of the result, and of an accumulator that is read for it: likewise. Of elements of two
+          bytes the compiler takes three times as many to leave
+    C     the matrix unit: start + tiles of K · tiles of columns · max(rows, least rows) / rows a cycle, or, if
+          that is more, the loads and stores of registers beside it
+    F     adding up partial sums: cycles per register of the result
+
+Windows are the least of those that give as many steps, and multiples of 8 rows and of 128 columns. One that
+is put into its place in a larger array must divide what it is a part of, along the dim that is placed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+SUBLANES: Final = 8
+"""Rows of a register."""
+
+LANES: Final = 128
+"""Columns of a register, on every TPU, and the multiple that windows are of K and of columns."""
+
+NARROW_ROWS: Final = 32
+"""The multiple that windows of one-byte elements are of rows."""
+
+SUM_BYTES: Final = 8
+"""Bytes on chip of an element of the result: a float32 sum, and two buffers of what leaves."""
+
+LEAVING: Final = {1: 6.0, 2: 6.0}
+"""Bytes for which an element of the result is taken to leave, by its width; others are taken as they are."""
+
+SMALLER: Final = (0, 1, 2, 3, 4, 6, 8, 12, 17, 24, 34, 48)
+"""Which windows of rows are tried beside one of K and columns: so many steps smaller than the largest."""
+
+LEAST_AREA: Final = {False: 1 << 16, True: 1 << 14}
+"""Elements of a window of K and columns: smaller ones are tried only where the operand is little. And fewer
+where rows must divide those of the result: there may be very many."""
+
+MOST_AREA: Final = 1 << 24
+"""The same: larger ones do not fit on any chip."""
+
+Along = Literal["rows", "columns"]
+"""Where a result is put into its place in a larger array: among its rows or among its columns."""
+
+_Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """How the matrix unit computes elements of some kind.
+
+    Attributes:
+      start_cycles: of every window.
+      depth: elements of K that are contracted at once, the multiple to which a window's are padded.
+      rows_per_cycle: of one such part of K and as many columns as the unit is wide.
+      least_rows: rows that take as long as one, since weights are loaded meanwhile.
+      copy_bytes: bytes on chip of an element of a window that the unit reads, beside those that arrive.
+      register_cycles: of registers of the left and of the right operand, and of what is added up, as many as
+        of the padded result for every 128 elements of the padded K: cycles of loading and storing them, which
+        may be more than those of the matrix unit.
+    """
+
+    start_cycles: float
+    depth: int
+    rows_per_cycle: float
+    least_rows: int
+    copy_bytes: float
+    register_cycles: tuple[float, float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a chip's compiler takes the core of the chip to do.
+
+    Attributes:
+      clock_hz: of the core.
+      cores: that share every matmul: each takes half of the windows of rows, of columns or of the batch.
+      lanes: width of the matrix unit, the multiple to which columns are padded.
+      vmem_bytes: for windows.
+      bytes_per_cycle: to and from main memory.
+      read_cycles, write_cycles: latency of a window.
+      read_together: whether the first windows of both operands have one latency.
+      exact: whether a window that reaches over the edge counts with its mean bytes.
+      adding_vmem_bytes: how much less there is where an accumulator is read.
+      sum_cycles: per register of the result, where K is cut.
+      convert_cycles: per register of the result's and of an accumulator's float32 sum, to make elements of
+        four bytes of it, or the sum of them; of narrower ones twice as many.
+      near_row_cycles: per register of a left operand that lies on chip but not in VMEM (v4: CMEM).
+      near_window_cycles: per window of such a right operand.
+      near_bytes_per_cycle: of such operands of one byte, which are read as from main memory; 0 where not.
+      units: how it computes, by what the matrix unit computes in.
+
+    Raises:
+      ValueError: a number is missing, negative or not finite, or zero where it divides.
+    """
+
+    clock_hz: float
+    cores: int
+    lanes: int
+    vmem_bytes: float
+    bytes_per_cycle: float
+    read_cycles: float
+    write_cycles: float
+    read_together: bool
+    exact: bool
+    adding_vmem_bytes: float
+    sum_cycles: float
+    convert_cycles: float
+    near_row_cycles: float
+    near_window_cycles: float
+    near_bytes_per_cycle: float
+    units: dict[str, Unit]
+
+    def __post_init__(self) -> None:
+        positive = {"clock_hz", "cores", "lanes", "vmem_bytes", "bytes_per_cycle", "depth", "rows_per_cycle"}
+        values = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        for unit in self.units.values():
+            values += [(field.name, getattr(unit, field.name)) for field in dataclasses.fields(unit)]
+        for name, value in values:
+            if name == "units" or (isinstance(value, bool) and name in ("read_together", "exact")):
+                continue
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(number, bool) or not isinstance(number, int | float):
+                    raise ValueError(f"{name} must be a number, got {number!r}")
+                if not (math.isfinite(number) and number >= (math.ulp(0) if name in positive else 0)):
+                    raise ValueError(f"{name} must be positive and finite, got {number!r}")
+        if sorted(self.units) != ["bfloat16", "float32", "int8"]:
+            raise ValueError(f"units must be int8, bfloat16 and float32, got {', '.join(sorted(self.units))}")
+
+    def __hash__(self) -> int:
+        return hash((self.clock_hz, self.bytes_per_cycle, self.vmem_bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fused:
+    """A matmul, `[batch, m, k] · [batch, k, n]`, and what is fused with it.
+
+    Attributes:
+      batch, m, k, n: sizes, at least 1.
+      unit: what the matrix unit computes in.
+      lhs_width, rhs_width, out_width: bytes per element of the operands and of the result.
+      lhs_near, rhs_near, result_near: whether it lies on the chip.
+      accumulator_width: bytes per element of an array of the result's shape that is added to the product; 0
+        if there is none.
+      accumulator_near: whether that lies on the chip.
+      placed: where the result is put into a larger array; None if it is one.
+    """
+
+    batch: int
+    m: int
+    k: int
+    n: int
+    unit: str
+    lhs_width: float
+    rhs_width: float
+    out_width: float
+    lhs_near: bool = False
+    rhs_near: bool = False
+    result_near: bool = False
+    accumulator_width: float = 0.0
+    accumulator_near: bool = False
+    placed: Along | None = None
+
+    @property
+    def turned(self) -> bool:
+        """Whether rows are laid out in the place of columns, since the result is padded less so."""
+        rows, columns = _padded(self.m, SUBLANES), _padded(self.n, LANES)
+        return _padded(self.n, SUBLANES) * _padded(self.m, LANES) < rows * columns
+
+    @property
+    def read_width(self) -> float:
+        """Bytes per element that are read for an accumulator, which is in main memory."""
+        return 0.0 if self.accumulator_near else self.accumulator_width
+
+
+@functools.lru_cache(1 << 16)
+def cycles(of: Fused, rates: Rates) -> float:
+    """Cycles that the compiler estimates, for the best of all windows that fit on chip."""
+    return float(_Search(of, rates).least)
+
+
+class _Search:
+    """The windows that are tried, as arrays: over parts of the batch, rows, and pairs of K and columns.
+
+    Names are of a matmul that is not turned: the rows of one that is are columns, and its right operand is
+    read once per window of them.
+    """
+
+    def __init__(self, of: Fused, rates: Rates) -> None:
+        self.of, self.rates, self.unit = of, rates, rates.units[of.unit]
+        self.turned = of.turned
+        self.sublane_size, self.lane_size = (of.n, of.m) if self.turned else (of.m, of.n)
+        k, lanes = _areas(_tiles(of.k), _tiles(self.lane_size), rates.exact, self._placed("rows"))
+        if self._placed("columns") and self.lane_size % LANES == 0:
+            divides = self.lane_size % lanes == 0
+            k, lanes = k[divides], lanes[divides]
+        self.k, self.lanes = k[None, None, :], lanes[None, None, :]
+        self.batch = np.array(_batches(of.batch), float)[:, None, None]
+        self.rows = self._rows()
+
+    @property
+    def least(self) -> Any:
+        """Cycles of the best windows; of the smallest, if none fits."""
+        found = np.where(self._vmem_bytes() <= self._room_bytes, self._cycles(), np.inf)
+        least = found.min()
+        return least if math.isfinite(least) else self._cycles().flat[self._vmem_bytes().argmin()]
+
+    @property
+    def _room_bytes(self) -> float:
+        adding = self.of.read_width > 0
+        return self.rates.vmem_bytes - (self.rates.adding_vmem_bytes if adding else 0.0)
+
+    def _placed(self, along: Along) -> bool:
+        """Whether the result is placed along the sublanes (`rows`, if not turned) or the lanes."""
+        if self.of.placed is None:
+            return False
+        return (self.of.placed == along) != self.turned
+
+    def _rows(self) -> _Floats:
+        """Rows of the windows: the most that fit beside the others, and fewer."""
+        grain = NARROW_ROWS if self.of.unit == "int8" else SUBLANES
+        tried = np.array(_windows(self.sublane_size, grain), float)
+        if self._placed("rows") and self.sublane_size % SUBLANES == 0:
+            tried = tried[self.sublane_size % tried == 0]
+        row_bytes = self.batch * (self.k * self._held_bytes(sublanes=True) + self.lanes * self._sum_bytes)
+        other_bytes = self.batch * self.k * self.lanes * self._held_bytes(sublanes=False, once=True)
+        most = np.maximum(0.0, (self._room_bytes - other_bytes) / row_bytes)
+        last = np.searchsorted(tried, most, side="right") - 1
+        smaller = last - np.array(SMALLER)[None, :, None]
+        found: _Floats = tried[np.maximum(smaller, 0)]
+        return found
+
+    @property
+    def _sum_bytes(self) -> float:
+        return SUM_BYTES + 2 * self.of.read_width
+
+    def _operand(self, *, sublanes: bool) -> tuple[float, bool]:
+        """Bytes per element of an operand, and whether it is on chip: that of the rows, or the other."""
+        of = self.of
+        left = sublanes != self.turned
+        return (of.lhs_width, of.lhs_near) if left else (of.rhs_width, of.rhs_near)
+
+    def _held_bytes(self, *, sublanes: bool, once: bool = False) -> float:
+        """Bytes on chip of an element of a window: buffers of what arrives, and a copy that is read."""
+        width, near = self._operand(sublanes=sublanes)
+        return self.unit.copy_bytes + (0.0 if near else width * (1 if once else 2))
+
+    def _counts(self) -> tuple[_Floats, _Floats, _Floats, _Floats]:
+        """Windows of the batch, of rows, of K and of columns."""
+        of = self.of
+        sublane_windows = np.ceil(self.sublane_size / self.rows)
+        lane_windows = np.ceil(self.lane_size / self.lanes)
+        down, across = (
+            (lane_windows, sublane_windows) if self.turned else (sublane_windows, lane_windows)
+        )
+        return np.ceil(of.batch / self.batch), down, np.ceil(of.k / self.k), across
+
+    def _vmem_bytes(self) -> _Floats:
+        batches, down, deep, across = self._counts()
+        if self.turned:
+            down, across = across, down
+        packed = {"int8": NARROW_ROWS, "bfloat16": 2 * SUBLANES, "float32": 2 * SUBLANES}[self.of.unit]
+        copied_rows = np.ceil(self.rows / packed) * packed
+        total = self.rows * self.lanes * self._sum_bytes
+        for sublanes, steps in ((True, down), (False, across)):
+            width, near = self._operand(sublanes=sublanes)
+            elements = (self.rows if sublanes else self.lanes) * self.k
+            copied = copied_rows * self.k if sublanes else elements
+            total = total + copied * self.unit.copy_bytes
+            if not near:
+                lone = (batches == 1) & (steps == 1) & (deep == 1)
+                total = total + np.where(lone, 1, 2) * width * elements
+        found: _Floats = self.batch * total
+        return found
+
+    def _compute_cycles(self) -> _Floats:
+        """Cycles of the matrix unit on one window, and of the registers beside it."""
+        of, unit, rates = self.of, self.unit, self.rates
+        tiles = self.batch * np.ceil(self.k / unit.depth) * np.ceil(self.lanes / rates.lanes)
+        found = unit.start_cycles + tiles * np.maximum(self.rows, unit.least_rows) / unit.rows_per_cycle
+        if not any(unit.register_cycles):
+            return np.asarray(found, float)
+        left = self.batch * self.rows / SUBLANES * self.k / LANES
+        right = self.batch * self.k / SUBLANES * self.lanes / LANES
+        sums = tiles * self.rows / SUBLANES * unit.depth / LANES * rates.lanes / LANES
+        (_, left_near), (_, right_near) = self._operand(sublanes=True), self._operand(sublanes=False)
+        of_left, of_right, of_sums = unit.register_cycles
+        apart = rates.near_row_cycles > 0 and of.unit != "int8"
+        if left_near != right_near:
+            of_left *= not left_near
+            of_right *= not (right_near and apart)
+        found = np.maximum(found, of_left * left + of_right * right + of_sums * sums)
+        if apart:
+            if of.lhs_near:
+                found = found + rates.near_row_cycles * (right if self.turned else left)
+            if of.rhs_near:
+                found = found + rates.near_window_cycles * (2 if self.turned else 1)
+        return np.asarray(found, float)
+
+    def _moved_cycles(self) -> tuple[_Floats, _Floats, _Floats]:
+        """Cycles in which a window of either operand arrives, and one of the result leaves."""
+        of, rates = self.of, self.rates
+        batch, rows, k, lanes = self.batch, self.rows, self.k, self.lanes
+        if rates.exact:  # windows at the edges are smaller
+            batches, _, deep, _ = self._counts()
+            batch = of.batch / batches
+            rows = np.minimum(rows, _padded(self.sublane_size, SUBLANES) / np.ceil(self.sublane_size / rows))
+            lanes = np.minimum(lanes, _padded(self.lane_size, LANES) / np.ceil(self.lane_size / lanes))
+            k = np.minimum(k, _padded(of.k, LANES) / deep)
+
+        def read(elements: _Floats, width: float, near: bool) -> _Floats:
+            rate = rates.bytes_per_cycle
+            if near and of.unit == "int8" and rates.near_bytes_per_cycle:
+                near, rate = False, rates.near_bytes_per_cycle
+            if near:
+                return np.zeros(1)
+            return np.asarray(rates.read_cycles + elements * width / rate, float)
+
+        left = read(batch * rows * k, *self._operand(sublanes=True))
+        right = read(batch * np.minimum(k, _padded(of.k, SUBLANES)) * lanes, *self._operand(sublanes=False))
+        moved = of.read_width
+        if not of.result_near:
+            moved += LEAVING.get(math.ceil(of.out_width), of.out_width)
+        result = rates.write_cycles + batch * rows * lanes * moved / rates.bytes_per_cycle
+        if self.turned:
+            left, right = right, left
+        return left, right, result if moved else np.zeros(1)
+
+    def _cycles(self) -> _Floats:
+        """Cycles of all windows tried, those that do not fit included."""
+        of, rates = self.of, self.rates
+        batches, down, deep, across = self._counts()
+        compute = self._compute_cycles()
+        left, right, result = self._moved_cycles()
+        registers = self.batch * self.rows * self.lanes / (SUBLANES * LANES)
+        conversions = sum(2 if width <= 2 else 1 for width in (of.out_width, of.accumulator_width) if width)
+        sums = registers * (rates.sum_cycles + conversions * rates.convert_cycles)
+        first = left + right + compute + result
+        if rates.read_together and not of.lhs_near and not of.rhs_near:
+            first = first - rates.read_cycles
+        last = np.zeros(1)
+        if rates.cores > 1:
+            lone = (batches == 1) & (down == 1) & (across == 1)
+            last = np.where(lone & (deep > 1) & (result > 0), (rates.write_cycles - result) / 2, 0.0)
+            deep = np.where(lone, np.ceil(deep / rates.cores), deep)
+            batches, down, across = _shared(batches, down, across, rates.cores)
+        tiles = batches * down * across
+        cut = (
+            first
+            + sums
+            + (tiles - 1) * np.maximum(compute + sums, left + right + result)
+            + tiles * (deep - 1) * np.maximum(compute, left + right)
+            + last
+        )
+        again = np.where(down > 1, left, 0.0)
+        whole = (
+            first
+            + batches * across * (down - 1) * np.maximum(compute, left + result)
+            + batches * (across - 1) * np.maximum(compute, again + right + result)
+            + (batches - 1) * np.maximum(compute, left + right + result)
+        )
+        found: _Floats = np.where(self.k < of.k, cut, whole)
+        return found
+
+
+def _shared(
+    batches: _Floats, down: _Floats, across: _Floats, cores: int
+) -> tuple[_Floats, _Floats, _Floats]:
+    """Windows of one of the cores, which share those of the dim that leaves each the fewest."""
+    split = [np.ceil(count / cores) for count in (batches, down, across)]
+    by_batch, by_rows, by_columns = split[0] * down * across, batches * split[1] * across, batches * down * split[2]
+    rows = (by_rows <= by_columns) & (by_rows <= by_batch)
+    columns = ~rows & (by_columns <= by_batch)
+    return (
+        np.where(rows | columns, batches, split[0]),
+        np.where(rows, split[1], down),
+        np.where(columns, split[2], across),
+    )
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _tiles(size: int) -> int:
+    return -(-size // LANES)
+
+
+@functools.lru_cache(1 << 12)
+def _least(size: int, steps: tuple[int, ...]) -> tuple[int, ...]:
+    """For every count of windows the least that gives it, among the multiples of each of the steps."""
+    found: set[int] = set()
+    for step in steps:
+        units = -(-size // step)
+        window = units
+        while window >= 1:
+            window = -(-units // -(-units // window))
+            found.add(min(window * step, size))
+            window -= 1
+    return tuple(sorted(found))
+
+
+@functools.lru_cache(1 << 12)
+def _windows(size: int, grain: int) -> tuple[int, ...]:
+    """Rows of windows: multiples of a grain, and of 128."""
+    return _least(_padded(size, SUBLANES), (grain, LANES))
+
+
+@functools.lru_cache(1 << 12)
+def _batches(size: int) -> tuple[int, ...]:
+    """Matrices of a batch in one window: all, one, and some between."""
+    found = _least(size, (1,))
+    return found if len(found) <= 4 else (found[0], found[1], found[len(found) // 2], found[-1])
+
+
+@functools.lru_cache(1 << 12)
+def _areas(deep: int, across: int, even: bool, few_rows: bool) -> tuple[_Floats, _Floats]:
+    """Pairs of K and columns of windows, of so many tiles; even ones also, if the unit is two tiles wide."""
+    steps = (1, 2) if even else (1,)
+    k = LANES * np.array(_least(deep, steps), float)
+    columns = LANES * np.array(_least(across, steps), float)
+    area = k[:, None] * columns[None, :]
+    least = min(LEAST_AREA[few_rows], deep * across * LANES * LANES / 16)
+    kept = (area >= least) & (area <= MOST_AREA)
+    first, second = np.nonzero(kept)
+    return k[first], columns[second]
