@@ -66,6 +66,7 @@ NEAR_PIECES: Final = 10
 On v5e 8 and 10 pieces of two products took no main memory; of 16, now of rows and now of columns, three did.
 """
 
+
 def is_offloaded(collective: Offloaded, axis: Axis) -> bool:
     """Whether this collective of these devices runs beside dots: not between slices, or where none does."""
     return collective in axis.hardware.offloaded and axis.hardware.overlaps and axis.within_domain
@@ -268,8 +269,11 @@ def _copies(work: InTurn, axis: Axis) -> _Copies:
     if not work.across:
         placed = len(work.matmuls) + work.hands_out_gathered
         started_s = placed * overhead_s if hardware.lone_matmuls else 0.0
+        product_bytes = results_bytes / work.pieces
+        if len(work.matmuls) == 1 and product_bytes <= hardware.on_chip_bytes:
+            product_bytes = 0.0  # it stays there until it is placed
         return _Copies(
-            added_bytes=added_bytes + results_bytes / work.pieces,
+            added_bytes=added_bytes + product_bytes,
             before_s=before_s if hardware.network == "torus" and work.pieces > 1 else 0.0,
             place_s=started_s + copied_s((results_bytes + whole_bytes) / work.pieces),
         )

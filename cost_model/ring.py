@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 from dataclasses import dataclass, fields
@@ -23,7 +24,7 @@ from cost_model.on_chip import Whole, side_bytes, wholes
 from cost_model.ring_copies import adding_s, copies_at_once_s, copies_s, cutting_s, entering_s
 from cost_model.ring_on_chip import OnChip, late_s, on_chip, sum_near, sums_stay
 from cost_model.ring_work import RingWork, blocks_of, cut_side, few_rows_between_tiles, sent_side, strip_side
-from cost_model.tile import LANES, placed_rows
+from cost_model.tile import LANES, SUBLANES, piece_edges, tile_rows
 from cost_model.windows import Along
 
 FORESEEN: Final = 1 / 4
@@ -197,6 +198,9 @@ def _estimate(work: RingWork, axis: Axis, *, fetched: bool, cut_out: bool) -> Es
         halved_s = max(max(dots_s, wire_s / 2) + dots_s / 2, wire_s) + dots_s / 2
         overlapped_s -= step_s + dots_s - halved_s
 
+    if placed.leaving:
+        made_s = dots * _pieces_s(work, placed, hardware, adds=True, last=True)
+        overlapped_s += made_s - dots * _pieces_s(work, placed, hardware, adds=True)
     # Blocks of all steps that are cut at once are cut before the first dots, beside the first hop.
     at_once_s = once_s = copies_at_once_s(work, axis.size, hardware)
     if at_once_s and hardware.overlaps:
@@ -410,43 +414,86 @@ def _shards_bytes(work: RingWork, axis_size: int, hardware: Hardware) -> float:
     return held_bytes - near_bytes if hardware.receives_on_chip else held_bytes
 
 
-def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool) -> float:
-    """Seconds of one piece's dots: in the first step, or in one that adds to sums, where there are any."""
+def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool, last: bool = False) -> float:
+    """Seconds of one piece's dots: in the first step, or in one that adds to sums, where there are any.
+
+    Args:
+      work: the rings.
+      placed: what is on chip.
+      hardware: where they run.
+      adds: whether this step adds to sums.
+      last: whether it makes a gather's results of them.
+    """
     gathered = work.collective == "all_gather"
-    summed = [adds and (piece.k < whole.k if gathered else work.fused) for piece, whole in work.pairs]
+    summed = [piece.k < whole.k if gathered else work.fused for piece, whole in work.pairs]
     width = dtype_bytes(work.accumulator)
     sums = zip(work.piece, summed, strict=True)
-    sum_bytes = sum(piece.batch * piece.m * piece.n * width for piece, added in sums if added)
+    sum_bytes = sum(piece.batch * piece.m * piece.n * width for piece, is_sum in sums if is_sum)
     sum_before, sum_after = sum_near(work, sum_bytes, placed.held_bytes, hardware)
     total_s = 0.0
     each = zip(work.pairs, summed, placed.near, placed.results, strict=True)
-    for number, ((piece, whole), added, (lhs, rhs), grows) in enumerate(each):
+    for number, ((mean, whole), is_sum, (lhs, rhs), grows) in enumerate(each):
+        is_sum = is_sum and (adds or gathered)
+        added, made = adds and is_sum, last or not is_sum
         along: Along | None = None
-        if gathered and not work.joined and piece.k == whole.k:
-            along = "rows" if piece.m < whole.m else "columns" if piece.n < whole.n else None
-        share = 1.0
-        if along == "rows" and (rows := placed_rows(piece.m, 1 if work.halves else work.pieces)) != piece.m:
-            share = piece.m / rows
-            piece = dataclasses.replace(piece, m=rows)
-        dot_s = functools.partial(
-            matmul_s,
-            dataclasses.replace(piece, out_dtype=work.accumulator) if added else piece,
-            hardware,
-            result_on_chip=sum_after if added else grows and not hardware.places_slowly,
-            accumulator=work.accumulator if added and not hardware.lone_matmuls else None,
-            accumulator_on_chip=added and sum_before,
-            placed=along,
-        )
-        near_s = dot_s(lhs_on_chip=lhs, rhs_on_chip=rhs)
-        if grows and not added and hardware.spares_writing:
-            spared_s = piece.result_bytes / hardware.hbm_bytes_per_s
-            near_s = max(dot_s(lhs_on_chip=lhs, rhs_on_chip=rhs, result_on_chip=True), near_s - spared_s)
-        if placed.arriving and not number:
-            far_s = dot_s(
-                lhs_on_chip=lhs and placed.arriving != "lhs", rhs_on_chip=rhs and placed.arriving != "rhs"
+        if gathered and not work.joined and made:
+            along = "rows" if mean.m < whole.m else "columns" if mean.n < whole.n else None
+        in_place = made and grows
+        stays = in_place and not hardware.places_slowly if made else sum_after
+        for share, piece in _sizes(mean, whole, along, 1 if work.halves else work.pieces, hardware):
+            if is_sum:
+                piece = dataclasses.replace(piece, out_dtype=whole.result_dtype if last else work.accumulator)
+            dot_s = functools.partial(
+                matmul_s,
+                piece,
+                hardware,
+                result_on_chip=stays,
+                accumulator=work.accumulator if added and not hardware.lone_matmuls else None,
+                accumulator_on_chip=added and sum_before,
+                placed=along,
             )
-            near_s += (far_s - near_s) / work.dots
-        total_s += share * near_s
+            near_s = dot_s(lhs_on_chip=lhs, rhs_on_chip=rhs)
+            if in_place and hardware.spares_writing:
+                spared_s = piece.result_bytes / hardware.hbm_bytes_per_s
+                near_s = max(dot_s(lhs_on_chip=lhs, rhs_on_chip=rhs, result_on_chip=True), near_s - spared_s)
+            if placed.arriving and not number:
+                far_s = dot_s(
+                    lhs_on_chip=lhs and placed.arriving != "lhs", rhs_on_chip=rhs and placed.arriving != "rhs"
+                )
+                near_s += (far_s - near_s) / work.dots
+            total_s += share * near_s
         if added:
-            total_s += adding_s(piece.batch * piece.m * piece.n * width, hardware)
+            total_s += adding_s(mean.batch * mean.m * mean.n * width, hardware)
     return total_s
+
+
+def _sizes(
+    mean: Matmul, whole: Matmul, along: Along | None, pieces: int, hardware: Hardware
+) -> tuple[tuple[float, Matmul], ...]:
+    """The dots of pieces that are not all of the mean size: how many times each, for one, and what.
+
+    On TPU pieces are of whole tiles where they can be, and those whose results are put into place have
+    windows: see `cost_model.tile.piece_edges`. Where columns are cut as well the mean lies between two sizes.
+    """
+    if hardware.network != "torus":
+        return ((1.0, mean),)
+    if mean.n < whole.n and mean.n % LANES and whole.n % LANES == 0 and mean.n > LANES:
+        sizes = _even(mean.n, pieces, LANES, placed=along == "columns")
+        return tuple((share, dataclasses.replace(mean, n=n)) for share, n in sizes)
+    if mean.m < whole.m and (mean.m % SUBLANES or along == "rows") and mean.m > SUBLANES:
+        rows = tile_rows(dtype_bytes(mean.lhs_dtype or mean.dtype))
+        sizes = _even(mean.m, pieces, rows, placed=along == "rows")
+        return tuple((share, dataclasses.replace(mean, m=m)) for share, m in sizes)
+    return ((1.0, mean),)
+
+
+@functools.lru_cache
+def _even(mean: int, pieces: int, grain: int, *, placed: bool) -> tuple[tuple[float, int], ...]:
+    """The sizes of pieces of this mean, and the share of the pieces that each is of."""
+    unit = mean * pieces
+    if unit % min(grain, LANES if grain >= LANES else SUBLANES):
+        fewer, share = mean // grain * grain, mean % grain / grain
+        return ((1.0 - share, fewer), (share, fewer + grain)) if fewer else ((1.0, mean),)
+    edges = piece_edges(unit, pieces, grain, placed=placed)
+    sizes = [last - first for first, last in itertools.pairwise(edges)]
+    return tuple((sizes.count(size) / pieces, size) for size in dict.fromkeys(sizes))

@@ -26,10 +26,16 @@ LATE: Final = {False: 3.5, True: 1.8}
 shards arrive in main memory, and where on chip. Compilers keep no program waiting for it (of 22 compiled
 psums: v5p 1.9 to 8, v5e and v6e 1.5 to 2.4)."""
 
-READ_OFTEN: Final = {True: 1 / 3, False: 1 / 11}
+READ_OFTEN: Final = {True: 1 / 3, False: 1 / 13}
 """Share of the room on chip that one step's piece of what several dots read may take to be there: beside an
 operand that is held (of 20 compiled rings v5e: 15 and 17 of 50 MB; v6e: 4 of 29 and 8 of 63, not 13 of 29),
-and where none is, since dots of large operands need room (7x: 2 of 33, not 4; v6e: not 10 of 96)."""
+and where none is, since dots of large operands need room (7x: 2 of 33, not 4; v6e: not 10 of 96; v5e: not 9
+of 117)."""
+
+MANY_DOTS: Final = 16
+"""Dots of a gather's sums, all of which read one block of the other operand, from which on it is not sure to be
+on chip where that keeps no sums (v5p: five compiled rings were else priced 9 to 76 % too fast, and fewer dots
+not)."""
 
 Near = tuple[bool, bool]
 """Whether the left and the right operand are on chip before a dot starts."""
@@ -46,6 +52,7 @@ class OnChip:
       results: of every matmul, whether a gather's result grows there until the end.
       arriving: the operand of which the first of a step's dots finds its piece in main memory, where it has
         just arrived, while those of the other pieces are fetched beside it; None where there is none.
+      leaving: whether the dots that add to a gather's sums for the last time write the results to main memory.
     """
 
     near: tuple[Near, ...]
@@ -53,6 +60,7 @@ class OnChip:
     awaited_bytes: tuple[float, ...]
     results: tuple[bool, ...]
     arriving: Side | None = None
+    leaving: bool = False
 
 
 def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
@@ -103,7 +111,9 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
         if cut is not None and hardware.network == "torus":
             apart = work.cut != "dot" and piece.batch == whole.batch
             needed_bytes = side_bytes(piece if apart else whole, cut)
-            near[cut] = kept or needed_bytes <= room_bytes
+            near[cut] = kept or (
+                needed_bytes <= room_bytes and not _read_by_many(work, whole, piece, hardware)
+            )
             if work.collective == "reduce_scatter" and not apart and not kept:
                 near[cut] = near[cut] and hardware.cuts_on_chip
             if near[cut] and not apart and not kept:
@@ -120,7 +130,16 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
         awaited_bytes = tuple(each_bytes)
     else:
         awaited_bytes = (held_bytes,)
-    return OnChip(tuple(found), held_bytes, awaited_bytes, _grow(work, held_bytes, hardware), arriving)
+    results = _grow(work, held_bytes, hardware)
+    summed = work.collective == "all_gather" and all(piece.k < whole.k for piece, whole in work.pairs)
+    leaving = summed and hardware.network == "torus" and (hardware.places_slowly or not any(results))
+    return OnChip(tuple(found), held_bytes, awaited_bytes, results, arriving, leaving)
+
+
+def _read_by_many(work: RingWork, whole: Matmul, piece: Matmul, hardware: Hardware) -> bool:
+    """Whether so many dots of a gather's sums read a block that it need not be on chip for all of them."""
+    fetched = hardware.receives_on_chip or hardware.keeps_sums
+    return not fetched and piece.k < whole.k and work.columns * work.dots >= MANY_DOTS
 
 
 def _fits_beside(work: RingWork, held_bytes: float, hardware: Hardware) -> bool:
@@ -243,7 +262,9 @@ def _grow(work: RingWork, held_bytes: float, hardware: Hardware) -> tuple[bool, 
 
     Those of rows or of a batch's matrices (v6e, 2 to 42 MB: such rings were priced 1.1 to 1.5 times as long
     as they took), and those of sums that stay there, if each piece has its own, or each column of joined
-    pieces: those of one sum for all pieces its last dot was seen to write to main memory itself.
+    pieces: those of one sum for all pieces its last dot was seen to write to main memory itself. So do those
+    of several sums but where they are little, or where putting results into their place on chip is slow
+    anyhow (v6e: 1 MB grew, 12 and 21 MB did not: 14 compiled rings were priced up to 19 % too fast).
     """
     none = (False,) * len(work.matmuls)
     if work.collective != "all_gather":
@@ -255,6 +276,9 @@ def _grow(work: RingWork, held_bytes: float, hardware: Hardware) -> tuple[bool, 
     apart = several and all(piece.k < whole.k for piece, whole in work.pairs)
     sum_bytes = sum(p.batch * p.m * p.n for p in work.piece) * dtype_bytes(work.accumulator)
     if not (placed or (apart and sums_stay(work, sum_bytes, held_bytes, hardware))):
+        return none
+    largest_bytes = max(whole.result_bytes for whole in work.matmuls)
+    if not placed and not hardware.places_slowly and largest_bytes > beside_bytes(0, hardware):
         return none
     room_bytes = hardware.results_on_chip * hardware.on_chip_bytes
     if room_bytes:

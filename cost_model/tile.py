@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Final
 
@@ -26,6 +27,9 @@ def whole_columns(columns: int) -> int:
 
 SUBLANES: Final = 8
 """Rows that a TPU's matrix unit is fed at once: its windows have multiples of them."""
+
+UNEVEN: Final = 9 / 8
+"""How much wider than the mean the widest of a block's columns may be, to begin at a multiple of 128."""
 
 MOST_WINDOW_ROWS: Final = 2200
 """Rows of a window that still leave room for columns enough."""
@@ -99,14 +103,28 @@ def placed_edges(edges: Sequence[int], grain: int) -> list[int]:
 
 
 @functools.lru_cache
-def placed_rows(rows: int, pieces: int) -> int:
-    """Rows of the largest of pieces that are written into their places in a larger array: see `placed_edges`.
+def piece_edges(unit: int, pieces: int, grain: int, *, placed: bool) -> tuple[int, ...]:
+    """Where the pieces of a block begin and end that can be cut into so many equal parts.
 
-    Args:
-      rows: of each, in the mean.
-      pieces: how many there are.
+    All but the last are multiples of ``grain`` parts, or of less where blocks are small, or where columns
+    would be too uneven; they are equal if they can be, in as many multiples of 8 rows (of elements of a byte:
+    of ``grain``). Those that are ``placed`` are chosen for that: see `placed_edges`.
     """
-    if rows % SUBLANES:
-        return rows
-    edges = placed_edges([piece * rows for piece in range(pieces + 1)], TILE_ROWS)
-    return max(last - first for first, last in itertools.pairwise(edges))
+    columns, tiles = grain >= LANES, grain
+    # Of elements of a byte a TPU's compiler copies the whole operand for a piece that begins within a tile.
+    even = SUBLANES if grain <= TILE_ROWS else grain
+    # The largest piece sets the pace of all hops.
+    most = UNEVEN * unit if columns else math.inf
+    while grain > 1 and (
+        unit % (pieces * min(grain, even)) == 0
+        or 2 * grain * pieces > unit
+        or _largest(unit, pieces, grain) * pieces > most
+    ):
+        grain //= 2
+    edges = [-(-unit * number // (pieces * grain)) * grain for number in range(pieces)] + [unit]
+    return tuple(placed_edges(edges, tiles) if placed else edges)
+
+
+def _largest(unit: int, pieces: int, grain: int) -> int:
+    """The largest of so many pieces, where all but the last are multiples of a grain."""
+    return -(-unit // (pieces * grain)) * grain

@@ -14,8 +14,8 @@ it is cut:
           window of rows A is not read again
     O     a window of the result, and of an accumulator that is read for it: likewise. Of elements of two
           bytes the compiler takes three times as many to leave
-    C     the matrix unit: start + tiles of K · tiles of columns · max(rows, least rows) / rows a cycle, or, if
-          that is more, the loads and stores of registers beside it
+    C     the matrix unit: start + tiles of K · tiles of columns · max(rows, least rows) / rows a cycle, or
+          the loads and stores of registers beside it, if that is more
     F     adding up partial sums: cycles per register of the result
 
 Windows are the least of those that give as many steps, and multiples of 8 rows and of 128 columns. One that
@@ -269,9 +269,7 @@ class _Search:
         of = self.of
         sublane_windows = np.ceil(self.sublane_size / self.rows)
         lane_windows = np.ceil(self.lane_size / self.lanes)
-        down, across = (
-            (lane_windows, sublane_windows) if self.turned else (sublane_windows, lane_windows)
-        )
+        down, across = (lane_windows, sublane_windows) if self.turned else (sublane_windows, lane_windows)
         return np.ceil(of.batch / self.batch), down, np.ceil(of.k / self.k), across
 
     def _vmem_bytes(self) -> _Floats:
@@ -382,12 +380,14 @@ class _Search:
         return found
 
 
-def _shared(
-    batches: _Floats, down: _Floats, across: _Floats, cores: int
-) -> tuple[_Floats, _Floats, _Floats]:
+def _shared(batches: _Floats, down: _Floats, across: _Floats, cores: int) -> tuple[_Floats, _Floats, _Floats]:
     """Windows of one of the cores, which share those of the dim that leaves each the fewest."""
     split = [np.ceil(count / cores) for count in (batches, down, across)]
-    by_batch, by_rows, by_columns = split[0] * down * across, batches * split[1] * across, batches * down * split[2]
+    by_batch, by_rows, by_columns = (
+        split[0] * down * across,
+        batches * split[1] * across,
+        batches * down * split[2],
+    )
     rows = (by_rows <= by_columns) & (by_rows <= by_batch)
     columns = ~rows & (by_columns <= by_batch)
     return (

@@ -6,22 +6,18 @@ import dataclasses
 import itertools
 import math
 from fractions import Fraction
-from typing import Final, Literal
+from typing import Literal
 
 from cost_model import Walk, tile
 from cost_model.form import cut_in_words
 from cost_model.offloaded import in_words
 from cost_model.ring_work import Cut
-from cost_model.tile import LANES, SUBLANES
 from passes import shims
 from passes.blocks import MOVING
 from passes.chains import AllGatherDot, BlockOp, Chain, DotPsum
 from passes.dots import DotDims, dot_dims
 from passes.graph import Dataflow, Op
 from passes.hops import Order
-
-UNEVEN: Final = 9 / 8
-"""How much wider than the mean the widest of a block's columns may be, to begin at a multiple of 128."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,11 +292,6 @@ def tile_rows(flow: Dataflow, chain: Chain) -> int:
     return tile.tile_rows(min(flow.aval(operand).dtype.itemsize for operand in operands))
 
 
-def _largest(unit: int, pieces: int, grain: int) -> int:
-    """The largest of so many pieces, where all but the last are multiples of a grain."""
-    return -(-unit // (pieces * grain)) * grain
-
-
 def parts(
     schedule: RingSchedule, unit: int, grain: int = tile.TILE_ROWS, *, placed: bool = False
 ) -> tuple[Part, ...]:
@@ -318,20 +309,7 @@ def parts(
     pieces = schedule.pieces
     if pieces > unit:
         raise ValueError(f"a block of {unit} part(s) cannot be cut into {pieces} pieces")
-    columns, tiles = grain >= LANES, grain
-    # Of elements of a byte a TPU's compiler copies the whole operand for a piece that begins within a tile.
-    even = SUBLANES if grain <= tile.TILE_ROWS else grain
-    # The largest piece sets the pace of all hops.
-    most = UNEVEN * unit if columns else math.inf
-    while grain > 1 and (
-        unit % (pieces * min(grain, even)) == 0
-        or 2 * grain * pieces > unit
-        or _largest(unit, pieces, grain) * pieces > most
-    ):
-        grain //= 2
-    edges = [-(-unit * number // (pieces * grain)) * grain for number in range(pieces)] + [unit]
-    if placed:
-        edges = tile.placed_edges(edges, tiles)
+    edges = tile.piece_edges(unit, pieces, grain, placed=placed)
     bounds = [Fraction(edge, unit) for edge in edges]
     steps: tuple[Literal[1, -1], ...] = (1, -1) if schedule.directions == 2 else (1,)
     ways = [(step, ring) for ring in range(schedule.rings) for step in steps]
