@@ -1,8 +1,8 @@
 """What each TPU's compiler believes of its matrix unit and its memory: tables read from files.
 
-From them `cost_model.windows` finds how long the compiler takes a matmul to be. The numbers are its own, of its
-log (`bench/matmul_tables.py`), and they are beliefs: on every TPU it takes a bfloat16 result to leave at a
-third of the rate of a float32 one, which is that of reading.
+From them `cost_model.windows` finds how long the compiler takes a matmul to be. The numbers are its own, of
+its log (`bench/matmul_tables.py`), and they are beliefs: on every TPU it takes a bfloat16 result to leave at
+a third of the rate of a float32 one, which is that of reading.
 """
 
 from __future__ import annotations

@@ -198,9 +198,10 @@ def _estimate(work: RingWork, axis: Axis, *, fetched: bool, cut_out: bool) -> Es
         halved_s = max(max(dots_s, wire_s / 2) + dots_s / 2, wire_s) + dots_s / 2
         overlapped_s -= step_s + dots_s - halved_s
 
+    made_s = 0.0
     if placed.leaving:
         made_s = dots * _pieces_s(work, placed, hardware, adds=True, last=True)
-        overlapped_s += made_s - dots * _pieces_s(work, placed, hardware, adds=True)
+        made_s -= dots * _pieces_s(work, placed, hardware, adds=True)
     # Blocks of all steps that are cut at once are cut before the first dots, beside the first hop.
     at_once_s = once_s = copies_at_once_s(work, axis.size, hardware)
     if at_once_s and hardware.overlaps:
@@ -222,10 +223,10 @@ def _estimate(work: RingWork, axis: Axis, *, fetched: bool, cut_out: bool) -> Es
     return Estimate(
         dot_s=dot_s,
         collective_s=collective_s,
-        partials_s=waited_s + at_once_s + work.columns * (first_s + hops * (partial_s + add_s)),
+        partials_s=waited_s + at_once_s + work.columns * (first_s + hops * (partial_s + add_s) + made_s),
         hops_s=work.columns * hops * wire_s,
         hop_latency_s=work.columns * hops * latency_s,
-        overlapped_s=waited_s + once_s + work.columns * overlapped_s,
+        overlapped_s=waited_s + once_s + work.columns * (overlapped_s + made_s),
         added_bytes=_added_bytes(work, placed, axis),
     )
 

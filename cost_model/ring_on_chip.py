@@ -33,9 +33,9 @@ and where none is, since dots of large operands need room (7x: 2 of 33, not 4; v
 of 117)."""
 
 MANY_DOTS: Final = 16
-"""Dots of a gather's sums, all of which read one block of the other operand, from which on it is not sure to be
-on chip where that keeps no sums (v5p: five compiled rings were else priced 9 to 76 % too fast, and fewer dots
-not)."""
+"""Dots of a gather's sums, all of which read one block of the other operand, from which on it is not sure to
+be on chip where that keeps no sums (v5p: five compiled rings were else priced 9 to 76 % too fast, and such of
+fewer dots not)."""
 
 Near = tuple[bool, bool]
 """Whether the left and the right operand are on chip before a dot starts."""
@@ -52,7 +52,8 @@ class OnChip:
       results: of every matmul, whether a gather's result grows there until the end.
       arriving: the operand of which the first of a step's dots finds its piece in main memory, where it has
         just arrived, while those of the other pieces are fetched beside it; None where there is none.
-      leaving: whether the dots that add to a gather's sums for the last time write the results to main memory.
+      leaving: whether the dots that add to a gather's sums for the last time write the results to main
+        memory.
     """
 
     near: tuple[Near, ...]

@@ -48,12 +48,13 @@ SUM_BYTES: Final = 8
 LEAVING: Final = {1: 6.0, 2: 6.0}
 """Bytes for which an element of the result is taken to leave, by its width; others are taken as they are."""
 
-SMALLER: Final = (0, 1, 2, 3, 4, 6, 8, 12, 17, 24, 34, 48)
-"""Which windows of rows are tried beside one of K and columns: so many steps smaller than the largest."""
+SMALLER: Final = (0, 1, 2, 3, 4, 6, 8, 12, 17, 24, 34, 48, 0)
+"""Which windows of rows are tried beside one of K and columns: so many steps smaller than the largest that
+surely fits, and, for the last of these, all rows."""
 
 LEAST_AREA: Final = {False: 1 << 16, True: 1 << 14}
 """Elements of a window of K and columns: smaller ones are tried only where the operand is little. And fewer
-where rows must divide those of the result: there may be very many."""
+where windows must divide the rows: there may be very many then."""
 
 MOST_AREA: Final = 1 << 24
 """The same: larger ones do not fit on any chip."""
@@ -241,11 +242,19 @@ class _Search:
         tried = np.array(_windows(self.sublane_size, grain), float)
         if self._placed("rows") and self.sublane_size % SUBLANES == 0:
             tried = tried[self.sublane_size % tried == 0]
-        row_bytes = self.batch * (self.k * self._held_bytes(sublanes=True) + self.lanes * self._sum_bytes)
-        other_bytes = self.batch * self.k * self.lanes * self._held_bytes(sublanes=False, once=True)
-        most = np.maximum(0.0, (self._room_bytes - other_bytes) / row_bytes)
+        width, near = self._operand(sublanes=True)
+        row_bytes = (
+            self.k * (self.unit.copy_bytes + (0.0 if near else 2 * width)) + self.lanes * self._sum_bytes
+        )
+        width, near = self._operand(sublanes=False)
+        lone = (self.batch >= self.of.batch) & (self.k >= self.of.k) & (self.lanes >= self.lane_size)
+        buffers_bytes = 0.0 if near else np.where(lone, 1, 2) * width
+        other_bytes = self.batch * self.k * self.lanes * (self.unit.copy_bytes + buffers_bytes)
+        most = np.maximum(0.0, (self._room_bytes - other_bytes) / (self.batch * row_bytes))
         last = np.searchsorted(tried, most, side="right") - 1
         smaller = last - np.array(SMALLER)[None, :, None]
+        # All rows at once need no second buffer, and may fit where a little fewer do not.
+        smaller[:, -1:] = len(tried) - 1
         found: _Floats = tried[np.maximum(smaller, 0)]
         return found
 
@@ -258,11 +267,6 @@ class _Search:
         of = self.of
         left = sublanes != self.turned
         return (of.lhs_width, of.lhs_near) if left else (of.rhs_width, of.rhs_near)
-
-    def _held_bytes(self, *, sublanes: bool, once: bool = False) -> float:
-        """Bytes on chip of an element of a window: buffers of what arrives, and a copy that is read."""
-        width, near = self._operand(sublanes=sublanes)
-        return self.unit.copy_bytes + (0.0 if near else width * (1 if once else 2))
 
     def _counts(self) -> tuple[_Floats, _Floats, _Floats, _Floats]:
         """Windows of the batch, of rows, of K and of columns."""
@@ -433,13 +437,16 @@ def _batches(size: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(1 << 12)
-def _areas(deep: int, across: int, even: bool, few_rows: bool) -> tuple[_Floats, _Floats]:
-    """Pairs of K and columns of windows, of so many tiles; even ones also, if the unit is two tiles wide."""
+def _areas(deep: int, across: int, even: bool, small: bool) -> tuple[_Floats, _Floats]:
+    """Pairs of K and columns of windows, of so many tiles; even ones also, if the unit is two tiles wide.
+
+    Small ones are left out, unless they are asked for.
+    """
     steps = (1, 2) if even else (1,)
     k = LANES * np.array(_least(deep, steps), float)
     columns = LANES * np.array(_least(across, steps), float)
     area = k[:, None] * columns[None, :]
-    least = min(LEAST_AREA[few_rows], deep * across * LANES * LANES / 16)
+    least = min(LEAST_AREA[small], deep * across * LANES * LANES / 16)
     kept = (area >= least) & (area <= MOST_AREA)
     first, second = np.nonzero(kept)
     return k[first], columns[second]

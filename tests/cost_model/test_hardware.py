@@ -207,7 +207,7 @@ def test_a_description_without_the_later_fields_is_read() -> None:
     assert (hardware.devices_per_chip, hardware.clock_hz, hardware.dcn_bytes_per_s) == (1, 0, 0)
 
 
-def test_the_cost_model_imports_neither_jax_nor_numpy() -> None:
-    check = "import sys, cost_model; print({'jax', 'numpy', 'passes', 'overlap'} & set(sys.modules))"
+def test_the_cost_model_imports_no_jax() -> None:
+    check = "import sys, cost_model; print({'jax', 'jaxlib', 'passes', 'overlap'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

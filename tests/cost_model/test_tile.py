@@ -1,4 +1,4 @@
-"""Tiles: how long a dot takes whose windows must divide its rows."""
+"""Tiles: where pieces begin and end, and windows that divide them."""
 
 from __future__ import annotations
 
@@ -6,39 +6,23 @@ import itertools
 
 import pytest
 
-from cost_model.tile import LARGE, MOST_SLOWNESS, WIDER, has_window, placed_edges, placed_slowness, tile_rows
+from cost_model.tile import WIDER, has_window, piece_edges, placed_edges, tile_rows
 
 
 def test_rows_of_a_tile() -> None:
     assert [tile_rows(size) for size in (4, 2, 1)] == [16, 16, 32]
 
 
-@pytest.mark.parametrize(
-    ("rows", "slowness"),
-    [(8 * 11 * 29, 1.138), (8 * 313, 1.126), (16 * 313, 1.752), (8 * 467, 1.434), (16 * 467, 2.368)],
-)
-def test_rows_that_no_good_window_divides_take_longer(rows: int, slowness: float) -> None:
-    assert placed_slowness(rows, 4096, 8192) == pytest.approx(slowness)
-    assert placed_slowness(rows, LARGE, 8192) == placed_slowness(rows, 4096, LARGE) == 1
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [8, 128, 1024, 8 * 263, 8 * 5 * 7 * 11, 8 * 7 * 59, 16 * 11 * 29, 4096, 3 * 4096, 7473, 16 * 8 * 79],
-)
-def test_other_rows_do_not(rows: int) -> None:
-    assert placed_slowness(rows, 4096, 8192) == 1
-
-
-def test_the_more_rows_the_more_time_is_lost() -> None:
-    slow = [placed_slowness(8 * prime, 4096, 8192) for prime in (313, 467, 751, 1039, 2081)]
-    assert slow == sorted(slow)
-    assert slow[0] < slow[1] < slow[2] < slow[3] == slow[4] == MOST_SLOWNESS
-
-
-def test_of_several_pieces_some_rows_more_or_less_have_windows() -> None:
-    assert placed_slowness(8 * 1039, 4096, 8192, pieces=1) == MOST_SLOWNESS
-    assert placed_slowness(8 * 1039, 4096, 8192, pieces=2) == 1
+def test_pieces_begin_and_end_with_tiles() -> None:
+    assert piece_edges(4096, 2, 16, placed=False) == (0, 2048, 4096)
+    assert piece_edges(3624, 2, 16, placed=False) == (0, 1824, 3624)
+    # Of 75 tiles of columns one piece has 38 and the other 37.
+    assert piece_edges(9600, 2, 128, placed=False) == (0, 4864, 9600)
+    # Where no good window divides the rows, the edge moves if it is for a place.
+    assert piece_edges(16 * 1039, 2, 16, placed=False) == (0, 8 * 1039, 16 * 1039)
+    moved = piece_edges(16 * 1039, 2, 16, placed=True)
+    assert moved != (0, 8 * 1039, 16 * 1039)
+    assert all(has_window(last - first) for first, last in itertools.pairwise(moved))
 
 
 @pytest.mark.parametrize("columns", [False, True])
