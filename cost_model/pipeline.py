@@ -25,7 +25,7 @@ to 2.6), of the sum of an all_reduce that another core runs (7x: 2.5 to 2.8), an
 (v5e, v6e: 0.5 to 0.7)."""
 
 GATHERED_WIDE: Final = 1.4
-"""The same where elements are of four bytes, which the compilers take to leave faster: see `matmul_table`
+"""The same where elements are of four bytes, which the compilers take to leave faster: see `windows`
 (v4, v6e, 7x: 1.3 to 1.5)."""
 
 TURNED: Final = {False: 2.0, True: 1.1}
