@@ -193,7 +193,7 @@ class Fused:
         return 0.0 if self.accumulator_near else self.accumulator_width
 
 
-@functools.lru_cache(1 << 16)
+@functools.lru_cache(1 << 14)
 def cycles(of: Fused, rates: Rates) -> float:
     """Cycles that the compiler estimates, for the best of all windows that fit on chip."""
     return float(_Search(of, rates).least)
@@ -307,9 +307,10 @@ class _Search:
         (_, left_near), (_, right_near) = self._operand(sublanes=True), self._operand(sublanes=False)
         of_left, of_right, of_sums = unit.register_cycles
         apart = rates.near_row_cycles > 0 and of.unit != "int8"
-        if left_near != right_near:
-            of_left *= not left_near
-            of_right *= not (right_near and apart)
+        if left_near and not right_near:
+            of_left = 0.0
+        elif right_near and not left_near and apart:
+            of_right = 0.0
         found = np.maximum(found, of_left * left + of_right * right + of_sums * sums)
         if apart:
             if of.lhs_near:

@@ -104,7 +104,9 @@ def summary() -> dict[str, tuple[str, str]]:
     ]
     decided = [row for row in programs["rows"] if row["policy"] == "auto" and row["modelled_before_s"]]
     gains = [row["modelled_before_s"] / row["modelled_after_s"] for row in decided]
-    errors = [100 * chip["all"]["median"] for chip in matmuls["unseen"].values()]
+    errors, wide = (
+        [100 * chip["all"][which] for chip in matmuls["unseen"].values()] for which in ("median", "p95")
+    )
     calls, rewriting = (
         [figure["value"] for figure in overhead["figures"] if figure["name"].startswith(start)]
         for start in ("call,", "rewriting")
@@ -173,7 +175,8 @@ def summary() -> dict[str, tuple[str, str]]:
             "modelled",
         ),
         "matmul_model": (
-            f"median error {min(errors):.1f} % to {max(errors):.1f} % on {len(errors)} chips",
+            f"median error {max(errors):.1f} %, 95th percentile {min(wide):.0f} % to {max(wide):.0f} % "
+            f"on {len(errors)} chips",
             "modelled",
         ),
         "rolled, compiling": (f"×{min(growth):.2f} to ×{max(growth):.2f}", "measured"),
