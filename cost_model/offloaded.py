@@ -270,7 +270,8 @@ def _copies(work: InTurn, axis: Axis) -> _Copies:
         placed = len(work.matmuls) + work.hands_out_gathered
         started_s = placed * overhead_s if hardware.lone_matmuls else 0.0
         product_bytes = results_bytes / work.pieces
-        if len(work.matmuls) == 1 and product_bytes <= hardware.on_chip_bytes:
+        on_chip = hardware.network == "torus" and product_bytes <= hardware.on_chip_bytes
+        if on_chip and len(work.matmuls) == 1:
             product_bytes = 0.0  # it stays there until it is placed
         return _Copies(
             added_bytes=added_bytes + product_bytes,

@@ -364,7 +364,7 @@ def test_dims_stay_merged_where_a_ring_that_needs_them_so_saves_more() -> None:
     function = jax.jit(
         jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=PartitionSpec("x"), check_vma=False)
     )
-    report = explained(function, (3, 4096, 8192), (8192, 16384))
+    report = explained(function, (3, 4096, 16384), (16384, 16384))
     assert told(report) == [("all_gather", "no_dot"), ("dot_reduce_scatter", "profitable")]
 
 
