@@ -46,12 +46,6 @@ FEW_COLUMNS: Final = 32 * LANES
 WIDER: Final = 1.05
 """How many times the mean the largest of pieces may be whose edges are moved for the sake of windows."""
 
-MOST_SLOWNESS: Final = 2.5
-"""How many times as long a large dot takes at most where no window between those divides its rows."""
-
-LARGE: Final = 1024
-"""Of a large dot the contracting dim and the columns are longer."""
-
 
 @functools.cache
 def has_window(size: int, *, columns: bool = False) -> bool:

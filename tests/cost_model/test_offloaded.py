@@ -162,6 +162,18 @@ def test_strips_that_a_tpu_makes_in_their_place_need_no_memory() -> None:
     assert copied.added_bytes == pytest.approx(placed.added_bytes + result_bytes)
 
 
+def test_what_becomes_of_a_piece_of_rows_takes_memory_unless_it_is_placed_from_the_chip() -> None:
+    """Products of 4 MB stay on a TPU7x until they are placed, those of 67 MB do not."""
+    form = Form(route="all_gather", chains=4)
+    for rows, stays in ((1024, True), (16384, False)):
+        moved_bytes, product_bytes = 2 * rows * 8192, 2 * rows * 8192 / 4
+        chain = chain_of("all_gather_dot", rows, 8192, 8192)
+        for hardware in (TPU7X, H100):
+            kept_bytes = 0.0 if stays and hardware == TPU7X else product_bytes
+            added_bytes = price(chain, form, Axis(hardware, 8)).added_bytes
+            assert added_bytes == pytest.approx((2 / 4 - 1) * moved_bytes + kept_bytes)
+
+
 def test_strips_that_a_tpu_makes_in_their_place_are_not_copied() -> None:
     """After the last piece there are its dots, and on GPUs all that is put together."""
     chain = chain_of("all_gather_dot", 16384, 8192, 16384, cut="k", operand="rhs")

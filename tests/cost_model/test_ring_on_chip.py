@@ -10,7 +10,7 @@ from cost_model import Axis, Hardware, Matmul, RingWork, Topology, by_name, esti
 from cost_model.form import Form
 from cost_model.matmul import matmul_s
 from cost_model.plain_chain import PlainChain, PlainDot, price
-from cost_model.ring_on_chip import on_chip, sum_near, sums_stay
+from cost_model.ring_on_chip import MANY_DOTS, on_chip, sum_near, sums_stay
 from cost_model.ring_work import Before
 
 ROOM: Hardware = dataclasses.replace(
@@ -318,6 +318,39 @@ def test_sums_that_weights_leave_no_room_for_are_read_from_main_memory(
         free="m",
     )
     assert price(chain, form, axis).overlapped_s * 1e6 == pytest.approx(compiled_us, rel=0.045)
+
+
+@pytest.mark.parametrize(
+    ("changes", "pieces", "result_bytes", "grows", "leaving"),
+    [
+        ({}, 2, 4e5, True, False),  # The sums of both pieces stay, and little results with them.
+        ({}, 2, 8e5, False, True),
+        ({}, 1, 4e5, False, True),
+        ({"places_slowly": True}, 2, 8e5, True, True),
+        ({"accumulator_on_chip_bytes": 0.0}, 2, 4e5, False, True),
+        ({"network": "switch"}, 1, 4e5, False, False),
+    ],
+)
+def test_results_of_sums_leave_with_the_last_dots_unless_they_are_little(
+    changes: dict[str, Any], pieces: int, result_bytes: float, grows: bool, leaving: bool
+) -> None:
+    """x[200, 4000] gathered along what w[4000, n] contracts."""
+    hardware = dataclasses.replace(ROOM, **{"accumulator_on_chip_bytes": 1e7, **changes})
+    whole = Matmul(m=200, k=4000, n=int(result_bytes / 400))
+    piece = dataclasses.replace(whole, k=1000, m=200 // pieces)
+    work = gathers(whole, piece, directions=pieces, accumulators=pieces)
+    found = on_chip(dataclasses.replace(work, shard_bytes=4e5), 4, hardware)
+    assert (found.results, found.leaving) == ((grows,), leaving)
+
+
+def test_what_very_many_dots_of_sums_read_need_not_be_there_on_a_v5p() -> None:
+    """Blocks that are cut out of the left operand, which the dots of all columns of the result read."""
+    whole = Matmul(m=4096, k=4000, n=1000)
+    for columns, near in ((MANY_DOTS - 1, True), (MANY_DOTS, False)):
+        piece = dataclasses.replace(whole, k=1000, m=4096 // MANY_DOTS)
+        work = gathers(whole, piece, columns=columns, cut="apart")
+        assert on_chip(work, 4, by_name("tpu_v5p")).near[0][0] == near
+        assert on_chip(work, 4, by_name("tpu_7x")).near[0][0]
 
 
 @pytest.mark.parametrize("joined", [False, True])
