@@ -119,7 +119,7 @@ def test_two_gathers_of_one_dot_give_the_right_values(
 
 
 @pytest.mark.parametrize(
-    ("k_to_n", "winner"), [((8192, 1024), 0), ((512, 2048), 1)], ids=["gather", "scatter"]
+    ("k_to_n", "winner"), [((8192, 1024), 0), ((1024, 8192), 1)], ids=["gather", "scatter"]
 )
 def test_of_a_gather_and_a_scatter_of_one_dot_the_one_of_larger_benefit_has_it(
     k_to_n: Any, winner: int

@@ -186,7 +186,7 @@ REWRITTEN: Final[Mapping[str, Mapping[str, int]]] = {
     "megatron_mlp_norm_behind": {"all_gather_dot": 4, "dot_reduce_scatter": 2, "dot_psum": 4},
     "fsdp_tensor_layer": {"all_gather_dot": 9, "dot_reduce_scatter": 9},
     "esm2_layer": {"all_gather_dot": 8, "dot_reduce_scatter": 6},
-    "mixture_of_experts": {"dot_all_to_all": 1, "all_to_all_dot": 3, "dot_psum": 1},
+    "mixture_of_experts": {"all_to_all_dot": 4, "dot_psum": 1},
     "two_pods": {"all_gather_dot": 2, "dot_reduce_scatter": 2},
     "two_pods_scatter_first": {"all_gather_dot": 2, "dot_reduce_scatter": 2},
 }
