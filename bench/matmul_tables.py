@@ -39,7 +39,8 @@ from bench.matmul_samples import BYTES, TOPOLOGIES, Dot, Sample, Set, hardware_o
 from bench.quantile import quantile
 from cost_model import Hardware, Matmul, matmul_s
 from cost_model.matmul_table import FOLDER, SCHEMA
-from cost_model.windows import LANES, LEAVING, NARROW_ROWS, SUBLANES, SUM_BYTES
+from cost_model.tile import LANES, SUBLANES, padded
+from cost_model.windows import LEAVING, PACKED_ROWS, SUM_BYTES
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 RESULTS: Final = ROOT / "bench" / "results"
@@ -166,14 +167,14 @@ def _unit(unit: str, lanes: int, tried: Sequence[Tried], few_rows: Sequence[Trie
 
 def _copy_bytes(unit: str, tried: Sequence[Tried]) -> float:
     """Bytes on chip of an element of an operand, beside two buffers of what arrives."""
-    packed = NARROW_ROWS if unit == "int8" else 2 * SUBLANES
+    packed = PACKED_ROWS[unit]
     found = []
     for one in tried:
         elements = [one.rows * one.k, one.k * one.columns]
         buffers = [2 * BYTES[unit] * of for of in elements]
         near = (one.lhs_near, one.rhs_near)
         held = sum(of for of, is_near in zip(buffers, near, strict=True) if not is_near)
-        copied = -(-one.rows // packed) * packed * one.k + elements[1]
+        copied = padded(one.rows, packed) * one.k + elements[1]
         found.append((one.vmem_bytes - SUM_BYTES * one.rows * one.columns - held) / copied)
     return round(statistics.median(found), 2)
 
@@ -191,7 +192,7 @@ def _register_cycles(tried: Sequence[Tried], depth: int, lanes: int) -> list[flo
             (
                 one.rows * one.k / tile,
                 one.k * one.columns / tile,
-                one.rows * _padded(one.k, depth) * _padded(one.columns, lanes) / tile / LANES,
+                one.rows * padded(one.k, depth) * padded(one.columns, lanes) / tile / LANES,
             )
             for one in longer
         ]
@@ -359,10 +360,6 @@ def _summary(errors: Sequence[float]) -> dict[str, Any]:
         "largest": round(max(sizes), 4),
         "bias": round(statistics.fmean(errors), 4),
     }
-
-
-def _padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def _significant(value: Any) -> Any:

@@ -20,9 +20,14 @@ def tile_rows(itemsize: float) -> int:
     return TILE_ROWS if itemsize > 1 else 2 * TILE_ROWS
 
 
+def padded(size: int, multiple: int) -> int:
+    """The next multiple from a size on."""
+    return -(-size // multiple) * multiple
+
+
 def whole_columns(columns: int) -> int:
     """Columns of the tiles that so many fill, or begin to."""
-    return -(-columns // LANES) * LANES
+    return padded(columns, LANES)
 
 
 SUBLANES: Final = 8

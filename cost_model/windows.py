@@ -33,14 +33,13 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-SUBLANES: Final = 8
-"""Rows of a register."""
+from cost_model.tile import LANES, SUBLANES, padded, tile_rows
 
-LANES: Final = 128
-"""Columns of a register, on every TPU, and the multiple that windows are of K and of columns."""
-
-NARROW_ROWS: Final = 32
+NARROW_ROWS: Final = tile_rows(1)
 """The multiple that windows of one-byte elements are of rows."""
+
+PACKED_ROWS: Final = {"int8": NARROW_ROWS, "bfloat16": 2 * SUBLANES, "float32": 2 * SUBLANES}
+"""The multiple to which rows are padded of the copy that the matrix unit reads, by what it computes in."""
 
 SUM_BYTES: Final = 8
 """Bytes on chip of an element of the result: a float32 sum, and two buffers of what leaves."""
@@ -184,8 +183,8 @@ class Fused:
     @property
     def turned(self) -> bool:
         """Whether rows are laid out in the place of columns, since the result is padded less so."""
-        rows, columns = _padded(self.m, SUBLANES), _padded(self.n, LANES)
-        return _padded(self.n, SUBLANES) * _padded(self.m, LANES) < rows * columns
+        rows, columns = padded(self.m, SUBLANES), padded(self.n, LANES)
+        return padded(self.n, SUBLANES) * padded(self.m, LANES) < rows * columns
 
     @property
     def read_width(self) -> float:
@@ -280,7 +279,7 @@ class _Search:
         batches, down, deep, across = self._counts()
         if self.turned:
             down, across = across, down
-        packed = {"int8": NARROW_ROWS, "bfloat16": 2 * SUBLANES, "float32": 2 * SUBLANES}[self.of.unit]
+        packed = PACKED_ROWS[self.of.unit]
         copied_rows = np.ceil(self.rows / packed) * packed
         total = self.rows * self.lanes * self._sum_bytes
         for sublanes, steps in ((True, down), (False, across)):
@@ -326,9 +325,9 @@ class _Search:
         if rates.exact:  # windows at the edges are smaller
             batches, _, deep, _ = self._counts()
             batch = of.batch / batches
-            rows = np.minimum(rows, _padded(self.sublane_size, SUBLANES) / np.ceil(self.sublane_size / rows))
-            lanes = np.minimum(lanes, _padded(self.lane_size, LANES) / np.ceil(self.lane_size / lanes))
-            k = np.minimum(k, _padded(of.k, LANES) / deep)
+            rows = np.minimum(rows, padded(self.sublane_size, SUBLANES) / np.ceil(self.sublane_size / rows))
+            lanes = np.minimum(lanes, padded(self.lane_size, LANES) / np.ceil(self.lane_size / lanes))
+            k = np.minimum(k, padded(of.k, LANES) / deep)
 
         def read(elements: _Floats, width: float, near: bool) -> _Floats:
             rate = rates.bytes_per_cycle
@@ -339,7 +338,7 @@ class _Search:
             return np.asarray(rates.read_cycles + elements * width / rate, float)
 
         left = read(batch * rows * k, *self._operand(sublanes=True))
-        right = read(batch * np.minimum(k, _padded(of.k, SUBLANES)) * lanes, *self._operand(sublanes=False))
+        right = read(batch * np.minimum(k, padded(of.k, SUBLANES)) * lanes, *self._operand(sublanes=False))
         moved = of.read_width
         if not of.result_near:
             moved += LEAVING.get(math.ceil(of.out_width), of.out_width)
@@ -402,10 +401,6 @@ def _shared(batches: _Floats, down: _Floats, across: _Floats, cores: int) -> tup
     )
 
 
-def _padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
-
-
 def _tiles(size: int) -> int:
     return -(-size // LANES)
 
@@ -427,7 +422,7 @@ def _least(size: int, steps: tuple[int, ...]) -> tuple[int, ...]:
 @functools.lru_cache(1 << 12)
 def _windows(size: int, grain: int) -> tuple[int, ...]:
     """Rows of windows: multiples of a grain, and of 128."""
-    return _least(_padded(size, SUBLANES), (grain, LANES))
+    return _least(padded(size, SUBLANES), (grain, LANES))
 
 
 @functools.lru_cache(1 << 12)
