@@ -277,7 +277,7 @@ def read_all(chip: str) -> list[Sample]:
 
 
 def judge(chips: Sequence[str]) -> dict[str, Any]:
-    """The errors of `matmul_s` on unseen shapes: per chip, of it per dtype, and per place of operands."""
+    """The errors of `matmul_s` on all samples: per chip, of it per dtype, and per place of operands."""
     found: dict[str, Any] = {}
     for chip in chips:
         hardware = hardware_of(chip)

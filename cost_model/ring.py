@@ -172,7 +172,8 @@ def _estimate(work: RingWork, axis: Axis, *, fetched: bool, cut_out: bool) -> Es
     placed = on_chip(work, axis.size, hardware)
     dots = work.dots * (hardware.between_tiles if few_rows_between_tiles(work, axis.size) else 1.0)
     first_s = dots * _pieces_s(work, placed, hardware, adds=False) + copy_s
-    partial_s = dots * _pieces_s(work, placed, hardware, adds=True) + copy_s
+    summing_s = dots * _pieces_s(work, placed, hardware, adds=True)
+    partial_s = summing_s + copy_s
     partial_s += work.pieces * hardware.stops_s
     add_s = work.apart_bytes / hardware.hbm_bytes_per_s
     if turned:
@@ -200,8 +201,7 @@ def _estimate(work: RingWork, axis: Axis, *, fetched: bool, cut_out: bool) -> Es
 
     made_s = 0.0
     if placed.leaving:
-        made_s = dots * _pieces_s(work, placed, hardware, adds=True, last=True)
-        made_s -= dots * _pieces_s(work, placed, hardware, adds=True)
+        made_s = dots * _pieces_s(work, placed, hardware, adds=True, last=True) - summing_s
     # Blocks of all steps that are cut at once are cut before the first dots, beside the first hop.
     at_once_s = once_s = copies_at_once_s(work, axis.size, hardware)
     if at_once_s and hardware.overlaps:
