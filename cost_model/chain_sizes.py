@@ -34,6 +34,7 @@ class GatherSizes:
       gathered_bytes: of it as the collective moves it.
       accumulator: dtype in which results of dots add up, where they do.
       sides: see `RingWork`.
+      rounds, collective_rounds, written: see `RingWork`.
       hands_out_gathered: whether the gathered array is also needed whole.
       starts_implied, before: see `RingWork`.
     """
@@ -43,6 +44,9 @@ class GatherSizes:
     gathered_bytes: float
     accumulator: str
     sides: tuple[Side | None, ...] = ()
+    rounds: bool = False
+    collective_rounds: bool = False
+    written: tuple[Matmul, ...] = ()
     hands_out_gathered: bool = False
     starts_implied: bool = False
     before: Before = NOTHING_BEFORE
@@ -75,6 +79,9 @@ class GatherSizes:
             accumulator=self.accumulator,
             accumulators=strips,
             hands_out_gathered=self.hands_out_gathered,
+            rounds=self.rounds,
+            collective_rounds=self.collective_rounds,
+            written=self.written,
             starts_implied=self.starts_implied,
             before=self.before,
         )
@@ -218,6 +225,7 @@ def pricer(sizes: Sizes, axis: Axis, *, psum: bool = False) -> Pricer:
                 matmuls=sizes.dots(WHOLE, WHOLE),
                 piece=piece_in_turn(sizes, form),
                 hands_out_gathered=isinstance(sizes, GatherSizes) and sizes.hands_out_gathered,
+                rounds=isinstance(sizes, GatherSizes) and sizes.collective_rounds,
             )
             return offloaded_estimate(work, as_written(), axis)
         rings = sizes.work(form, axis)

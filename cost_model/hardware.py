@@ -67,6 +67,8 @@ class Hardware:
         however few its bytes.
       joining: how many times as long as elsewhere it takes to join pieces, and to take results apart again.
       slicing: how many times as long as reading and writing it takes to cut a shard into what is sent.
+      rounding: how many times as long as reading and writing it takes to round a shard of float32 to bfloat16
+        before it is sent.
       matmul_tile: the multiples to which the hardware pads (M, K, N).
       overlaps: whether communication can run beside compute at all.
       synchronous_chips: slices of so many chips overlap nothing all the same, as their compiler makes every
@@ -123,6 +125,7 @@ class Hardware:
     async_overhead_s: float = 0.0
     joining: float = 1.0
     slicing: float = 1.0
+    rounding: float = 1.0
     overlaps: bool = True
     synchronous_chips: int = 0
     opposite_hops_overlap: bool = True
@@ -165,6 +168,7 @@ class Hardware:
             "copy_overhead_s",
             "async_overhead_s",
             "slicing",
+            "rounding",
             "clock_hz",
             "dcn_bytes_per_s",
             "dcn_latency_s",

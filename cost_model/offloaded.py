@@ -21,6 +21,7 @@ from cost_model.matmul import Matmul
 from cost_model.on_chip import OTHER, Side, wholes_s
 from cost_model.pipeline import copied_sum_s
 from cost_model.ring import Estimate
+from cost_model.ring_copies import rounding_s
 from cost_model.windows import Along
 
 Beside = Offloaded | Literal["all_to_all"]
@@ -133,6 +134,7 @@ class InTurn:
       matmuls: the dots.
       piece: one piece of each.
       hands_out_gathered: whether the gathered array is also needed whole. It is of no strips.
+      rounds: whether shards of float32 are rounded to bfloat16 before they are gathered.
     """
 
     collective: Offloaded
@@ -142,6 +144,7 @@ class InTurn:
     matmuls: tuple[Matmul, ...]
     piece: tuple[Matmul, ...]
     hands_out_gathered: bool = False
+    rounds: bool = False
 
     @property
     def gathers(self) -> bool:
@@ -266,6 +269,8 @@ def _copies(work: InTurn, axis: Axis) -> _Copies:
             place_s=overhead_s + place_s,
         )
     before_s = copied_s(work.moved_bytes / axis.size, CUTTING if hardware.network == "torus" else 1.0)
+    if work.rounds:
+        before_s += rounding_s(work.moved_bytes / axis.size, hardware)
     if not work.across:
         placed = len(work.matmuls) + work.hands_out_gathered
         started_s = placed * overhead_s if hardware.lone_matmuls else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -55,13 +56,19 @@ def wholes(
     before_s: float,
     sent: Side | None = None,
     placed: Along | None = None,
+    *,
+    summed: bool = False,
 ) -> tuple[Whole, ...]:
     """The whole dots.
 
-    The smaller operand of each is fetched beforehand, beside other work, if it fits. So may the larger be,
-    beside it or in its place, for which the dot then waits if that takes longer than what runs before it.
-    Where nothing does, a TPU's first dot waits for the larger operand that fits, as compilers have it,
-    whether or not that is faster.
+    A TPU's compiler brings an operand of a program's first dot on chip before the program begins, and waits
+    for it, whether or not that is faster: the largest that fits, of those that no collective makes. It is
+    fetched again for the program's next run before this one ends ("cross-program prefetch"), and its place is
+    nobody else's: what a later dot finds on chip has room beside it, and beside what the dot before has. (So
+    it was in all of 49 compiled chains of several dots, of all chips.)
+
+    Of a later dot the smaller operand is fetched beside other work, if it fits. So may the larger be, beside
+    it or in its place, if that is faster; the dot waits if it takes longer than what runs before.
 
     Args:
       matmuls: the dots.
@@ -69,17 +76,24 @@ def wholes(
       before_s: what runs before them.
       sent: the operand of the first dot that a collective before it has made.
       placed: where they put their results into larger arrays; see `matmul_s`.
+      summed: whether a collective adds up their results, which it finds on chip, where it brings what it
+        makes there, if they fit beside the operands.
     """
     found: list[Whole] = []
-    for matmul in matmuls:
-        if hardware.network == "torus" and not before_s:
-            found.append(_first(matmul, hardware, placed))
-            before_s = sum((dot.seconds for dot in found), 0.0)
+    kept_bytes = fetched_bytes = 0.0
+    for number, matmul in enumerate(matmuls):
+        if number or hardware.network != "torus":
+            far = None if number or hardware.receives_on_chip else sent
+            room_bytes = hardware.on_chip_bytes - kept_bytes - fetched_bytes
+            dot, before_s = _later(matmul, hardware, before_s, far, placed, room_bytes)
         else:
-            far = None if hardware.receives_on_chip else sent
-            dot, before_s = _later(matmul, hardware, before_s, far, placed)
-            found.append(dot)
-        sent = None
+            dot, before_s = _first(matmul, hardware, before_s, sent, placed, summed)
+        near_bytes = max((side_bytes(matmul, side) for side in dot.on_chip if side != sent), default=0.0)
+        if number:
+            fetched_bytes = near_bytes
+        elif hardware.network == "torus":
+            kept_bytes = near_bytes
+        found.append(dot)
     return tuple(found)
 
 
@@ -94,16 +108,40 @@ def wholes_s(
     return sum((dot.seconds for dot in wholes(matmuls, hardware, before_s, sent, placed)), 0.0)
 
 
-def _first(matmul: Matmul, hardware: Hardware, placed: Along | None) -> Whole:
-    """A TPU's dot that nothing runs before, and what it waits for."""
-    fitting: list[Side] = [side for side in SIDES if side_bytes(matmul, side) <= hardware.on_chip_bytes]
-    held = max(fitting, key=lambda side: side_bytes(matmul, side), default=None)
-    near = _beside(matmul, hardware, held)
-    return _whole(matmul, hardware, near, placed, side_bytes(matmul, held) / hardware.hbm_bytes_per_s)
+def _first(
+    matmul: Matmul,
+    hardware: Hardware,
+    before_s: float,
+    sent: Side | None,
+    placed: Along | None,
+    summed: bool,
+) -> tuple[Whole, float]:
+    """A TPU program's first dot, with what it waits for, and how much time there is to fetch more.
+
+    What has been sent is on chip if it arrives there, and has room beside the other operand.
+    """
+    own = [side for side in SIDES if side != sent and side_bytes(matmul, side) <= hardware.on_chip_bytes]
+    held = max(own, key=lambda side: side_bytes(matmul, side), default=None)
+    fetch_s = side_bytes(matmul, held) / hardware.hbm_bytes_per_s
+    near = [side for side in (held,) if side is not None]
+    if before_s:
+        near = list(_beside(matmul, hardware, held, None if hardware.receives_on_chip else sent))
+    if sent is not None and sent not in near and hardware.receives_on_chip:
+        if side_bytes(matmul, sent) + side_bytes(matmul, held) <= hardware.on_chip_bytes:
+            near.append(sent)
+    room_bytes = hardware.results_on_chip * hardware.on_chip_bytes - sum(side_bytes(matmul, s) for s in near)
+    stays = summed and hardware.receives_on_chip and matmul.result_bytes <= room_bytes
+    dot = _whole(matmul, hardware, tuple(near), placed, max(0.0, fetch_s - before_s), stays=stays)
+    return dot, max(0.0, before_s - fetch_s) + dot.seconds - dot.waited_s
 
 
 def _later(
-    matmul: Matmul, hardware: Hardware, before_s: float, far: Side | None, placed: Along | None
+    matmul: Matmul,
+    hardware: Hardware,
+    before_s: float,
+    far: Side | None,
+    placed: Along | None,
+    room_bytes: float,
 ) -> tuple[Whole, float]:
     """A dot that something runs before, and how much of that is left to fetch more beside it.
 
@@ -113,19 +151,20 @@ def _later(
       before_s: what runs before.
       far: the operand that cannot be on chip.
       placed: where it puts its result.
+      room_bytes: for its operands on chip.
     """
     sizes = [math.inf if side == far else side_bytes(matmul, side) for side in SIDES]
     smaller = SIDES[0] if sizes[0] < sizes[1] else SIDES[1]
-    held = smaller if min(sizes) <= hardware.on_chip_bytes else None
+    held = smaller if min(sizes) <= room_bytes else None
     dot = _whole(matmul, hardware, _beside(matmul, hardware, held, far), placed)
-    if hardware.network == "torus" and max(sizes) <= hardware.on_chip_bytes:
+    if hardware.network == "torus" and max(sizes) <= room_bytes:
         fetch_s = max(sizes) / hardware.hbm_bytes_per_s
-        both = sum(sizes) <= hardware.on_chip_bytes
+        both = sum(sizes) <= room_bytes
         near = SIDES if both else _beside(matmul, hardware, OTHER[smaller])
         fetched = _whole(matmul, hardware, near, placed, max(0.0, fetch_s - before_s))
         if fetched.seconds < dot.seconds:
-            return fetched, max(0.0, before_s - fetch_s)
-    return dot, before_s
+            return fetched, max(0.0, before_s - fetch_s) + fetched.seconds - fetched.waited_s
+    return dot, before_s + dot.seconds
 
 
 def _beside(
@@ -144,8 +183,13 @@ def _whole(
     near: tuple[Side, ...],
     placed: Along | None = None,
     waited_s: float = 0.0,
+    *,
+    stays: bool = False,
 ) -> Whole:
-    """A dot that finds those operands on chip once it has waited so long."""
+    """A dot that finds those operands on chip once it has waited so long; its result may stay there."""
     lhs, rhs = ("lhs" in near, "rhs" in near)
-    dot_s = matmul_s(matmul, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs, placed=placed)
+    timed = functools.partial(matmul_s, matmul, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs, placed=placed)
+    dot_s = timed(result_on_chip=stays and not hardware.places_slowly)
+    if stays and hardware.spares_writing:
+        dot_s = max(timed(result_on_chip=True), dot_s - matmul.result_bytes / hardware.hbm_bytes_per_s)
     return Whole(seconds=dot_s + waited_s, waited_s=waited_s, on_chip=near)

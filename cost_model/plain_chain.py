@@ -20,7 +20,7 @@ from cost_model.forms import forms as forms_of
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
 from cost_model.offloaded import sums_whole
-from cost_model.on_chip import Side
+from cost_model.on_chip import SIDES, Side
 from cost_model.ring import Estimate
 from cost_model.ring_work import RingWork
 from cost_model.tile import LANES, tile_rows
@@ -144,17 +144,11 @@ class PlainChain:
 
     def multiplied(self, axis: Axis) -> tuple[PlainDot, ...]:
         """The dots, what travels in the dtype that it does so in, where it is known which operand that is."""
-        if not self._rounds(axis):
-            return self.dots
-        found = []
-        for dot in self.dots:
-            rounded = dataclasses.replace(
-                dot.matmul,
-                lhs_dtype="bfloat16" if dot.side == "lhs" else None,
-                rhs_dtype="bfloat16" if dot.side == "rhs" else None,
-            )
-            found.append(dataclasses.replace(dot, matmul=rounded))
-        return tuple(found)
+        return tuple(map(_rounded, self.dots)) if self._rounds(axis) else self.dots
+
+    def written(self, axis: Axis) -> tuple[Matmul, ...]:
+        """The dots as they read what the collective has rounded, where rings may not round it."""
+        return tuple(_rounded(dot).matmul for dot in self.dots) if self.may_round(axis) else ()
 
     def _rounds(self, axis: Axis) -> bool:
         """Whether the array is surely rounded to bfloat16 before it travels."""
@@ -201,6 +195,9 @@ class PlainChain:
                 gathered_bytes=gathered_bytes(self, axis),
                 accumulator=max(summed, key=dtype_bytes, default="float32"),
                 sides=sides,
+                rounds=self._rounds(axis),
+                collective_rounds=self.may_round(axis),
+                written=self.written(axis),
                 hands_out_gathered=self.handed_out,
                 starts_implied=self.starts_implied and axis.hardware.network == "torus",
             )
@@ -354,6 +351,12 @@ def gathered_bytes(chain: PlainChain, axis: Axis) -> float:
 def _share(size: int, share: Fraction) -> int:
     """A share of a size, rounded up."""
     return -(-size * share.numerator // share.denominator)
+
+
+def _rounded(dot: PlainDot) -> PlainDot:
+    """A dot that finds what travels rounded to bfloat16, where it is known which operand that is."""
+    sides = {f"{side}_dtype": "bfloat16" for side in SIDES if side == dot.side}
+    return dataclasses.replace(dot, matmul=dataclasses.replace(dot.matmul, **sides))
 
 
 def _accumulator(dtype: str) -> str:

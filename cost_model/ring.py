@@ -21,7 +21,15 @@ from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
 from cost_model.on_chip import Whole, side_bytes, wholes
-from cost_model.ring_copies import adding_s, copies_at_once_s, copies_s, cutting_s, entering_s
+from cost_model.ring_copies import (
+    adding_s,
+    copies_at_once_s,
+    copies_s,
+    cutting_s,
+    entering_s,
+    gathered_between_tiles_s,
+    rounding_s,
+)
 from cost_model.ring_on_chip import OnChip, late_s, on_chip, sum_near, sums_stay
 from cost_model.ring_work import RingWork, blocks_of, cut_side, few_rows_between_tiles, sent_side, strip_side
 from cost_model.tile import LANES, SUBLANES, piece_edges, tile_rows
@@ -38,6 +46,10 @@ place of 92, v4 63.9 in place of 61 of a core, v5p 47.8 in place of 47)."""
 
 SHARDS_HELD: Final = 4.5
 """Shards that TPU compilers were seen to hold at once, and a bit: some come while others are multiplied."""
+
+SUMMED_SHARDS_HELD: Final = 2.5
+"""The same where all dots of a gather add to its sums, in one column, and one waits for the other (of 20
+compiled rings: 2.0 to 2.5)."""
 
 SHARDS_ON_CHIP: Final = 0.6
 """Share of the memory on chip that a gather's shards were seen to fill before they lie in main memory: on v4,
@@ -322,6 +334,7 @@ def _waited_s(
     waited_s = max(entering_s(work, hardware), fetch_s - max(0.0, wire_s - first_s))
     grown = zip(work.matmuls, placed.results, strict=True)
     out_s = [whole.result_bytes * grows / hardware.hbm_bytes_per_s for whole, grows in grown]
+    waited_s += _written_last_s(work, placed, hardware)
     if work.dots * len(work.matmuls) == 1 and not work.halves and work.piece[0].k == work.matmuls[0].k:
         # What is there of the only result, but for the last dot's, leaves while that waits for its hop.
         return waited_s + max(0.0, out_s[0] - max(0.0, wire_s - first_s))
@@ -329,6 +342,23 @@ def _waited_s(
     summed = any(piece.k < whole.k for piece, whole in work.pairs)
     beside_s = 0.0 if summed else first_s * (len(out_s) - 1) / len(out_s)
     return waited_s + out_s[-1] + max(0.0, sum(out_s[:-1]) - beside_s)
+
+
+def _written_last_s(work: RingWork, placed: OnChip, hardware: Hardware) -> float:
+    """By how much longer the dot takes that puts the last part into a gather's only result, grown on chip.
+
+    The other parts have left by then, and it writes to main memory (v6e).
+    """
+    if hardware.places_slowly or len(work.matmuls) > 1:
+        return 0.0
+    total_s = 0.0
+    for (piece, whole), (lhs, rhs), grows in zip(work.pairs, placed.near, placed.results, strict=True):
+        if grows and piece.k == whole.k:
+            dot_s = functools.partial(
+                matmul_s, piece, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs, placed="rows" if piece.m < whole.m else None
+            )
+            total_s += dot_s() - dot_s(result_on_chip=True)
+    return total_s
 
 
 def _late_s(work: RingWork, placed: OnChip, axis: Axis) -> float:
@@ -352,19 +382,29 @@ def _as_written_s(work: RingWork, axis: Axis) -> tuple[float, float]:
     else:
         whole_s = axis.all_gather_s if work.collective == "all_gather" else axis.reduce_scatter_s
     collective_s = whole_s(axis.size * work.collective_shard_bytes)
-    return sum((dot.seconds for dot in dots_as_written(work, axis, collective_s)), 0.0), collective_s
+    copies_s = copies_as_written_s(work, axis)
+    dots = dots_as_written(work, axis, collective_s + copies_s)
+    return copies_s + sum((dot.seconds for dot in dots), 0.0), collective_s
+
+
+def copies_as_written_s(work: RingWork, axis: Axis) -> float:
+    """Seconds of rounding what the original gather moves, and of laying out what it brings."""
+    if work.collective != "all_gather":
+        return 0.0
+    rounded_bytes = work.collective_shard_bytes if work.collective_rounds else 0.0
+    return rounding_s(rounded_bytes, axis.hardware) + gathered_between_tiles_s(work, axis.size, axis.hardware)
 
 
 def dots_as_written(work: RingWork, axis: Axis, collective_s: float) -> tuple[Whole, ...]:
-    """The original dots, after a gather, or before a scatter, that takes so long.
+    """The original dots, after a gather and its copies, or before a scatter, that take so long.
 
     All dots of a scatter's sum but the first read the sum of those before.
     """
     hardware = axis.hardware
     if work.collective == "all_gather":
         sent = sent_side(work, axis.size, 0) if work.pairs else None
-        return wholes(work.matmuls, hardware, collective_s, sent)
-    dots = wholes(work.matmuls, hardware, 0.0)
+        return wholes(work.written or work.matmuls, hardware, collective_s, sent)
+    dots = wholes(work.matmuls, hardware, 0.0, summed=len(work.matmuls) == 1)
     summing_s = (0.0, *(_summing_s(matmul, hardware) for matmul in work.matmuls[1:]))
     return tuple(
         dataclasses.replace(dot, seconds=dot.seconds + s) for dot, s in zip(dots, summing_s, strict=True)
@@ -405,7 +445,8 @@ def _shards_bytes(work: RingWork, axis_size: int, hardware: Hardware) -> float:
     """Bytes of main memory of the shards of one column that are there at once."""
     hops = axis_size - 1
     # The first has gone when the last arrives; whole shards that go both ways are there twice, one in halves.
-    held = min(axis_size, 2 * SHARDS_HELD) if work.halves else min(hops - (hops > 2), SHARDS_HELD)
+    most = SUMMED_SHARDS_HELD if work.summed and work.columns == 1 else SHARDS_HELD
+    held = min(axis_size, 2 * SHARDS_HELD) if work.halves else min(hops - (hops > 2), most)
     held_bytes = held * work.shard_bytes / work.columns
     if work.collective != "all_gather" or work.joined or hardware.network != "torus":
         return held_bytes

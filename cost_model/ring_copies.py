@@ -12,8 +12,8 @@ from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul
 from cost_model.on_chip import Side, side_bytes
-from cost_model.ring_work import Cut, RingWork, cut_side
-from cost_model.tile import SUBLANES, tile_rows
+from cost_model.ring_work import Cut, RingWork, cut_side, sent_side
+from cost_model.tile import LANES, SUBLANES, by_columns, tile_rows
 
 JOINING: Final = 0.7
 """What a TPU's compiler makes of joining the pieces of a step for its only dot, and of taking the rows of the
@@ -52,6 +52,9 @@ a byte (v5e, v6e: 3.8 to 6.1)."""
 CUTTING_BETWEEN_TILES: Final = 4.4
 """Of cutting such a block early, which spares the copy of the whole, beside what cutting takes anyway (v5e,
 v6e: 3.8 to 5.0)."""
+
+LAYING_OUT_GATHERED: Final = 3.0
+"""Of putting gathered columns beside each other that are no whole tiles (v6e: 1.4 and 4.9, v4: 3.4)."""
 
 LAYING_OUT: Final = 20.0
 """Of laying out a matrix of a batch anew for its place in the results, where its rows are no whole tiles and
@@ -119,7 +122,8 @@ def copies_s(work: RingWork, axis_size: int, hardware: Hardware, *, cut_out: boo
         copied_bytes += work.dots * sum(placed)
         copies += work.dots * len(placed)
     copied_bytes += LAYING_OUT * work.dots * _laid_out_bytes(work, hardware)
-    for number, (piece, whole) in enumerate(work.pairs if work.cut != "dot" else ()):
+    cut = work.cut != "dot" and not work.cut_first
+    for number, (piece, whole) in enumerate(work.pairs if cut else ()):
         side = cut_side(work, axis_size, number)
         near = _from_chip(work, whole, side, hardware)
         if side is not None and (near or not cut_out) and not _at_once(work, axis_size, number, hardware):
@@ -151,10 +155,20 @@ def adding_s(added_bytes: float, hardware: Hardware) -> float:
 
 
 def entering_s(work: RingWork, hardware: Hardware) -> float:
-    """Seconds of cutting this device's shard into what a gather sends, before the first hop."""
+    """Seconds of cutting this device's shard into what a gather sends, before the first hop.
+
+    A whole shard is rounded, if it is; where one is cut, rounding is a part of that.
+    """
     sent = work.pieces // 2 if work.halves else work.pieces
     cut = work.collective == "all_gather" and sent * work.columns > 1
-    return cutting_s(work, hardware) if cut else 0.0
+    if cut:
+        return cutting_s(work, hardware)
+    return rounding_s(work.shard_bytes, hardware) if work.rounds else 0.0
+
+
+def rounding_s(rounded_bytes: float, hardware: Hardware) -> float:
+    """Seconds of rounding float32 to so many bytes of bfloat16."""
+    return hardware.rounding * 3 * rounded_bytes / hardware.hbm_bytes_per_s if hardware.network == "torus" else 0.0
 
 
 def cutting_s(work: RingWork, hardware: Hardware) -> float:
@@ -162,6 +176,23 @@ def cutting_s(work: RingWork, hardware: Hardware) -> float:
     if hardware.network != "torus":
         return 0.0
     return hardware.slicing * 2 * work.shard_bytes / hardware.hbm_bytes_per_s
+
+
+def gathered_between_tiles_s(work: RingWork, axis_size: int, hardware: Hardware) -> float:
+    """Seconds of laying out what has been gathered along the columns of a left operand, as written.
+
+    Of shards that are no whole tiles a TPU's compiler gathers blocks, and puts them beside each other after;
+    those that are laid out by columns it gathers as they are. Rings multiply the shards.
+    """
+    if hardware.network != "torus":
+        return 0.0
+    for number, (piece, whole) in enumerate(work.pairs):
+        columns = whole.k // axis_size
+        along_columns = piece.k < whole.k and sent_side(work, axis_size, number) == "lhs"
+        if along_columns and columns % LANES and not by_columns(whole.m, columns):
+            copied_bytes = LAYING_OUT_GATHERED * 2 * axis_size * work.collective_shard_bytes
+            return hardware.copy_overhead_s + copied_bytes / hardware.hbm_bytes_per_s
+    return 0.0
 
 
 def _joining(work: RingWork, placed: int, hardware: Hardware) -> float:
@@ -196,10 +227,7 @@ def _laid_out_bytes(work: RingWork, hardware: Hardware) -> float:
     for piece, whole in work.pairs:
         if piece.batch == whole.batch:
             continue
-        # Strips of a matrix are placed as they are if their rows would be whole tiles of wider elements.
-        packed = int(SUBLANES * max(1.0, 4 / dtype_bytes(whole.result_dtype)))
-        rows = {SUBLANES} if piece.m * piece.n < whole.m * whole.n else {SUBLANES, packed}
-        if any(whole.m % tile and whole.batch % tile == 0 for tile in rows):
+        if whole.m % SUBLANES and whole.batch % SUBLANES == 0:
             laid_out_bytes += piece.result_bytes
     return laid_out_bytes
 

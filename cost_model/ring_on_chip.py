@@ -132,8 +132,7 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     else:
         awaited_bytes = (held_bytes,)
     results = _grow(work, held_bytes, hardware)
-    summed = work.collective == "all_gather" and all(piece.k < whole.k for piece, whole in work.pairs)
-    leaving = summed and hardware.network == "torus" and (hardware.places_slowly or not any(results))
+    leaving = work.summed and hardware.network == "torus" and (hardware.places_slowly or not any(results))
     return OnChip(tuple(found), held_bytes, awaited_bytes, results, arriving, leaving)
 
 

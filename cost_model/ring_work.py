@@ -58,6 +58,8 @@ class RingWork:
       halved: whether what comes last of a gather comes in halves, one after the other.
       cut: how blocks of what does not travel come to the dots of a scatter, and to those of a gather that are
         cut along K.
+      cut_first: whether those blocks that are cut before their dots are cut before the first hop, those of all
+        steps, and have been.
       accumulator: dtype of the partial sums that dots add to, where they do: those of a gather whose piece is
         cut along K, and those of a fused scatter, which are as they travel.
       accumulators: to how many arrays the pieces of a gather add: all to one, or each to its own.
@@ -65,6 +67,10 @@ class RingWork:
       apart_bytes: bytes that are read and written beside the dots of one step: additions that are not part of
         them, blocks copied for them.
       hands_out_gathered: whether the rings also assemble the gathered array, for other uses.
+      rounds, collective_rounds: whether shards of float32 are rounded to bfloat16 before rings send them, and
+        before the original collective does.
+      written: the original dots as they read what the collective has rounded, where rings do not round it;
+        none: `matmuls`.
       sums_whole: whether the original is an all_reduce of which each device keeps its block; see
         `cost_model.offloaded`.
       starts_implied: whether a TPU's compiler places the starts of a gather's hops, by how long it takes them
@@ -90,11 +96,15 @@ class RingWork:
     halves: tuple[Matmul, ...] = ()
     halved: bool = False
     cut: Cut = "dot"
+    cut_first: bool = False
     accumulator: str = "float32"
     accumulators: int = 1
     fused: bool = True
     apart_bytes: float = 0
     hands_out_gathered: bool = False
+    rounds: bool = False
+    collective_rounds: bool = False
+    written: tuple[Matmul, ...] = ()
     sums_whole: bool = False
     starts_implied: bool = False
     before: Before = NOTHING_BEFORE
@@ -109,6 +119,8 @@ class RingWork:
             raise ValueError(f"bytes must not be negative, got {self}")
         if len(self.piece) != len(self.matmuls):
             raise ValueError(f"every matmul needs its piece, got {self}")
+        if self.written and len(self.written) != len(self.matmuls):
+            raise ValueError(f"every matmul is written, or none, got {self}")
         if self.sides and len(self.sides) != len(self.matmuls):
             raise ValueError(f"every matmul has a side, or none is told, got {self}")
         if self.halves and (
@@ -128,6 +140,11 @@ class RingWork:
     def dots(self) -> int:
         """Partial dots that a step runs of each matmul."""
         return 1 if self.joined else self.pieces
+
+    @property
+    def summed(self) -> bool:
+        """Whether the dots of a gather all add to sums, as they contract a part of what is gathered."""
+        return self.collective == "all_gather" and all(piece.k < whole.k for piece, whole in self.pairs)
 
     @property
     def pairs(self) -> tuple[tuple[Matmul, Matmul], ...]:

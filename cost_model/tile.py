@@ -33,6 +33,14 @@ def whole_columns(columns: int) -> int:
 SUBLANES: Final = 8
 """Rows that a TPU's matrix unit is fed at once: its windows have multiples of them."""
 
+
+
+def by_columns(rows: int, columns: int) -> bool:
+    """Whether a TPU's compiler lays an array out by columns, as it is padded less so."""
+    turned = padded(columns, SUBLANES) * padded(rows, LANES)
+    return turned < padded(rows, SUBLANES) * padded(columns, LANES)
+
+
 UNEVEN: Final = 9 / 8
 """How much wider than the mean the widest of a block's columns may be, to begin at a multiple of 128."""
 

@@ -33,7 +33,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cost_model.tile import LANES, SUBLANES, padded, tile_rows
+from cost_model.tile import LANES, SUBLANES, by_columns, padded, tile_rows
 
 NARROW_ROWS: Final = tile_rows(1)
 """The multiple that windows of one-byte elements are of rows."""
@@ -183,8 +183,7 @@ class Fused:
     @property
     def turned(self) -> bool:
         """Whether rows are laid out in the place of columns, since the result is padded less so."""
-        rows, columns = padded(self.m, SUBLANES), padded(self.n, LANES)
-        return padded(self.n, SUBLANES) * padded(self.m, LANES) < rows * columns
+        return by_columns(self.m, self.n)
 
     @property
     def read_width(self) -> float:

@@ -164,9 +164,12 @@ def gather_sizes(
     rounded = {} if sent == wire.dtype else dict.fromkeys(chain.blocked, sent.name)
     gathered_as = gathered_dtype(flow, chain) if on_torus else gathered.dtype
     gathered_bytes = gathered.size * (sent if rounded else gathered_as).itemsize
-    if on_torus and not rounded and may_round(flow, chain):
+    written: tuple[Matmul, ...] = ()
+    perhaps = on_torus and not rounded and may_round(flow, chain)
+    if perhaps:
         # What cannot be known is taken to be in favour of the program as written.
         gathered_bytes //= 2
+        written = _matmuls(flow, chain, Fraction(1), None, dict.fromkeys(chain.blocked, "bfloat16"))
     sums = [accumulator_dtype(flow.avals[flow.ops[dot.op].outputs[0]].dtype) for dot in chain.summed]
     cut = across(flow, chain)
     columns = _of_whole_columns(flow, chain) if on_torus else frozenset()
@@ -190,6 +193,9 @@ def gather_sizes(
         accumulator=max(sums, key=lambda dtype: dtype.itemsize).name if sums else "float32",
         # Of an array that is multiplied with itself both operands travel.
         sides=tuple("lhs" if isinstance(lhs, int) and lhs in chain.blocked else "rhs" for lhs in lefts),
+        rounds=bool(rounded),
+        collective_rounds=bool(rounded) or perhaps,
+        written=written,
         hands_out_gathered=bool(chain.handed_out),
         starts_implied=on_torus and not may_start_explicitly(flow, chain),
         before=before,
