@@ -308,16 +308,14 @@ def sum_near(work: RingWork, sum_bytes: float, held_bytes: float, hardware: Hard
     """Whether the sum that a piece's dots add to is on chip before them, and whether it stays there.
 
     Where none stays from step to step, one that is added to by turns with others is still fetched beside
-    their dots, and little ones stay (v5p: such rings were priced 1.2 to 1.6 times as long as they took).
-    Arguments as of ``sums_stay``.
+    their dots (v5p: such rings were priced 1.2 to 1.6 times as long as they took), and leaves after its own
+    (where little ones were priced to stay, 60 compiled rings took 1.2 to 5 times as long). Arguments as of
+    ``sums_stay``.
     """
     if sums_stay(work, sum_bytes, held_bytes, hardware):
         return True, True
-    if not hardware.fetches_sums or work.collective != "all_gather" or work.pieces == 1:
-        return False, False
-    little = sum_bytes * work.accumulators <= beside_bytes(0, hardware)
-    fetched = work.accumulators > 1 and sum_bytes <= FETCHED_SUM * hardware.on_chip_bytes
-    return little or fetched, little
+    fetched = hardware.fetches_sums and work.collective == "all_gather" and work.accumulators > 1
+    return fetched and sum_bytes <= FETCHED_SUM * hardware.on_chip_bytes, False
 
 
 def sums_stay(work: RingWork, sum_bytes: float, held_bytes: float, hardware: Hardware) -> bool:
