@@ -32,11 +32,6 @@ operand that is held (of 20 compiled rings v5e: 15 and 17 of 50 MB; v6e: 4 of 29
 and where none is, since dots of large operands need room (7x: 2 of 33, not 4; v6e: not 10 of 96; v5e: not 9
 of 117)."""
 
-MANY_DOTS: Final = 16
-"""Dots of a gather's sums, all of which read one block of the other operand, from which on it is not sure to
-be on chip where that keeps no sums (v5p: five compiled rings were else priced 9 to 76 % too fast, and such of
-fewer dots not)."""
-
 Near = tuple[bool, bool]
 """Whether the left and the right operand are on chip before a dot starts."""
 
@@ -113,9 +108,7 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
         if cut is not None and hardware.network == "torus":
             apart = work.cut != "dot" and piece.batch == whole.batch
             needed_bytes = side_bytes(piece if apart else whole, cut)
-            near[cut] = kept or (
-                needed_bytes <= room_bytes and not _read_by_many(work, whole, piece, hardware)
-            )
+            near[cut] = kept or needed_bytes <= room_bytes
             if work.collective == "reduce_scatter" and not apart and not kept:
                 near[cut] = near[cut] and hardware.cuts_on_chip
             if near[cut] and not apart and not kept:
@@ -146,12 +139,6 @@ def _sums_beside_strips_bytes(work: RingWork, number: int, hardware: Hardware) -
     piece, whole = work.piece[number], work.matmuls[number]
     strips = work.collective == "reduce_scatter" and piece.stationary(whole) is None
     return 2 * piece.result_bytes if strips and hardware.receives_on_chip else 0.0
-
-
-def _read_by_many(work: RingWork, whole: Matmul, piece: Matmul, hardware: Hardware) -> bool:
-    """Whether so many dots of a gather's sums read a block that it need not be on chip for all of them."""
-    fetched = hardware.receives_on_chip or hardware.keeps_sums
-    return not fetched and piece.k < whole.k and work.columns * work.dots >= MANY_DOTS
 
 
 def _fits_beside(work: RingWork, held_bytes: float, hardware: Hardware) -> bool:
