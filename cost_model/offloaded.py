@@ -177,16 +177,18 @@ def offloaded_estimate(work: InTurn, as_written: Estimate, axis: Axis) -> Estima
     copies = _copies(work, axis)
     sent = _sent_side(work.piece[0], work.matmuls[0]) if gathers else None
 
-    def piece_s(before_s: float) -> float:
+    shared = work.piece[0].stationary(work.matmuls[0])
+
+    def piece_s(before_s: float, again: Side | None = None) -> float:
         """Seconds of a piece's dots, before which something else runs for so long."""
-        return copies.cut_s + wholes_s(work.piece, hardware, before_s, sent, _along(work))
+        return copies.cut_s + wholes_s(work.piece, hardware, before_s, sent, _along(work), again)
 
     priced = in_turn_estimate(
         gathers=gathers,
         dot_s=as_written.dot_s,
         collective_s=as_written.collective_s,
         own_s=0.0,
-        pieces_s=[piece_s(hop_s if gathers else 0.0), *[piece_s(hop_s)] * (pieces - 1)],
+        pieces_s=[piece_s(hop_s if gathers else 0.0), *[piece_s(hop_s, shared)] * (pieces - 1)],
         hops_s=[hop_s] * pieces,
         latency_s=pieces * whole_s(0.0),
         hardware=hardware,
@@ -264,9 +266,9 @@ def _copies(work: InTurn, axis: Axis) -> _Copies:
         apart = work.across and cuts_apart(_kept_rows(piece, whole), whole.dtype, hardware)
         return _Copies(
             added_bytes=added_bytes,
-            cut_s=(overhead_s if work.across else 0.0)
+            cut_s=(overhead_s if work.across and work.collective == "all_reduce" else 0.0)
             + (copied_s(_cut_bytes(work.piece, work.matmuls)) if apart else 0.0),
-            place_s=overhead_s + place_s,
+            place_s=place_s,
         )
     before_s = copied_s(work.moved_bytes / axis.size, CUTTING if hardware.network == "torus" else 1.0)
     if work.rounds:

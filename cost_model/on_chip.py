@@ -58,6 +58,7 @@ def wholes(
     placed: Along | None = None,
     *,
     summed: bool = False,
+    again: Side | None = None,
 ) -> tuple[Whole, ...]:
     """The whole dots.
 
@@ -78,11 +79,15 @@ def wholes(
       placed: where they put their results into larger arrays; see `matmul_s`.
       summed: whether a collective adds up their results, which it finds on chip, where it brings what it
         makes there, if they fit beside the operands.
+      again: the operand of the first dot that others like it have read before; None where it is the first.
     """
     found: list[Whole] = []
     kept_bytes = fetched_bytes = 0.0
     for number, matmul in enumerate(matmuls):
-        if number or hardware.network != "torus":
+        if again is not None and not number and side_bytes(matmul, again) <= hardware.on_chip_bytes:
+            far = None if hardware.receives_on_chip else sent
+            dot = _whole(matmul, hardware, _beside(matmul, hardware, again, far), placed)
+        elif number or again is not None or hardware.network != "torus":
             far = None if number or hardware.receives_on_chip else sent
             room_bytes = hardware.on_chip_bytes - kept_bytes - fetched_bytes
             dot, before_s = _later(matmul, hardware, before_s, far, placed, room_bytes)
@@ -103,9 +108,11 @@ def wholes_s(
     before_s: float,
     sent: Side | None = None,
     placed: Along | None = None,
+    again: Side | None = None,
 ) -> float:
     """Seconds of the whole dots: see `wholes`."""
-    return sum((dot.seconds for dot in wholes(matmuls, hardware, before_s, sent, placed)), 0.0)
+    dots = wholes(matmuls, hardware, before_s, sent, placed, again=again)
+    return sum((dot.seconds for dot in dots), 0.0)
 
 
 def _first(
