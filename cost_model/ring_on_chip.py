@@ -262,8 +262,9 @@ def _grow(work: RingWork, held_bytes: float, hardware: Hardware) -> tuple[bool, 
     Those of rows or of a batch's matrices (v6e, 2 to 42 MB: such rings were priced 1.1 to 1.5 times as long
     as they took), and those of sums that stay there, if each piece has its own, or each column of joined
     pieces: those of one sum for all pieces its last dot was seen to write to main memory itself. So do those
-    of several sums but where they are little, or where putting results into their place on chip is slow
-    anyhow (v6e: 1 MB grew, 12 and 21 MB did not: 14 compiled rings were priced up to 19 % too fast).
+    of several sums, but where they are little and of columns or of pieces that begin within tiles, or where
+    putting results into their place on chip is slow anyhow (v6e: so did 1 MB, and neither 12 and 21 MB nor 1
+    MB of whole tiles: 20 compiled rings were priced up to 19 % too fast).
     """
     none = (False,) * len(work.matmuls)
     if work.collective != "all_gather":
@@ -277,7 +278,8 @@ def _grow(work: RingWork, held_bytes: float, hardware: Hardware) -> tuple[bool, 
     if not (placed or (apart and sums_stay(work, sum_bytes, held_bytes, hardware))):
         return none
     largest_bytes = max(whole.result_bytes for whole in work.matmuls)
-    if not placed and not hardware.places_slowly and largest_bytes > beside_bytes(0, hardware):
+    between = work.columns > 1 or any(_begins_between_tiles(piece, whole) for piece, whole in work.pairs)
+    if not (placed or hardware.places_slowly or (between and largest_bytes <= beside_bytes(0, hardware))):
         return none
     room_bytes = hardware.results_on_chip * hardware.on_chip_bytes
     if room_bytes:
@@ -289,6 +291,11 @@ def _grow(work: RingWork, held_bytes: float, hardware: Hardware) -> tuple[bool, 
         found.insert(0, whole.result_bytes <= room_bytes)
         room_bytes -= whole.result_bytes if found[0] else 0.0
     return tuple(found)
+
+
+def _begins_between_tiles(piece: Matmul, whole: Matmul) -> bool:
+    """Whether pieces of a result are not of whole tiles."""
+    return (piece.m < whole.m and piece.m % SUBLANES > 0) or (piece.n < whole.n and piece.n % LANES > 0)
 
 
 def sum_near(work: RingWork, sum_bytes: float, held_bytes: float, hardware: Hardware) -> tuple[bool, bool]:
