@@ -482,8 +482,6 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool,
             along = "rows" if mean.m < whole.m else "columns" if mean.n < whole.n else None
         in_place = made and grows
         stays = in_place and not hardware.places_slowly if made else sum_after
-        if gathered and made and not grows and _leaves_apart(work, number, placed, hardware):
-            stays = True
         for share, piece in _sizes(mean, whole, along, 1 if work.halves else work.pieces, hardware):
             if is_sum:
                 piece = dataclasses.replace(piece, out_dtype=whole.result_dtype if last else work.accumulator)
@@ -509,18 +507,6 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool,
         if added:
             total_s += adding_s(mean.batch * mean.m * mean.n * width, hardware)
     return total_s
-
-
-def _leaves_apart(work: RingWork, number: int, placed: OnChip, hardware: Hardware) -> bool:
-    """Whether a matrix of a batch of results is made on chip, and leaves beside the next dots.
-
-    So it is on v5e where its rows are no whole tiles and those of a batch are, and all of a step have room.
-    """
-    piece, whole = work.piece[number], work.matmuls[number]
-    rows = int(SUBLANES * max(1.0, 4 / dtype_bytes(whole.result_dtype)))
-    between = piece.batch < whole.batch and whole.m % rows > 0 and whole.batch % rows == 0
-    fits = work.dots * piece.result_bytes <= hardware.on_chip_bytes - placed.held_bytes
-    return hardware.spares_writing and between and fits
 
 
 def _sizes(
