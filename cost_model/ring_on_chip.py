@@ -32,6 +32,9 @@ operand that is held (of 20 compiled rings v5e: 15 and 17 of 50 MB; v6e: 4 of 29
 and where none is, since dots of large operands need room (7x: 2 of 33, not 4; v6e: not 10 of 96; v5e: not 9
 of 117)."""
 
+SHARDS_BESIDE: Final = 3
+"""Shards that there must be room for on chip for those of a gather to arrive there."""
+
 Near = tuple[bool, bool]
 """Whether the left and the right operand are on chip before a dot starts."""
 
@@ -102,6 +105,8 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
         if sent is not None and not found and not comes_near:
             near[sent] = near[sent] and hardware.fetches_sums and _fills_tiles(piece, whole, sent)
             arriving = sent if near[sent] else None
+        if sent is not None and _arrives_beside(work, held_bytes, hardware):
+            near[sent] = True
         if sent is not None and _comes_whole(work, hardware) and side_bytes(piece, sent) <= room_bytes:
             near[sent], arriving = True, None
         cut = _read_by_blocks(work, axis_size, number)
@@ -209,6 +214,19 @@ def _comes_whole(work: RingWork, hardware: Hardware) -> bool:
     """
     one = len(work.matmuls) == work.pieces == work.columns == 1
     return one and hardware.fetches_shards and work.piece[0].k < work.matmuls[0].k
+
+
+def _arrives_beside(work: RingWork, held_bytes: float, hardware: Hardware) -> bool:
+    """Whether the shards of a gather's only dot arrive on chip: where there is room for three.
+
+    Of 29 compiled rings (v4, v5e, v6e: shards of 7 to 33 MB) all did, but for a gather of rows on v5e; one of
+    25 MB of 64 that did not have room (v4) did not.
+    """
+    one = len(work.matmuls) == 1 and work.piece[0].k == work.matmuls[0].k
+    rows = work.piece[0].batch == work.matmuls[0].batch
+    if not one or not hardware.receives_on_chip or (rows and hardware.spares_writing):
+        return False
+    return SHARDS_BESIDE * work.shard_bytes / work.columns <= hardware.on_chip_bytes - held_bytes
 
 
 def _shared_side(work: RingWork, axis_size: int, number: int, hardware: Hardware) -> Side | None:
