@@ -355,7 +355,12 @@ def _written_last_s(work: RingWork, placed: OnChip, hardware: Hardware) -> float
     for (piece, whole), (lhs, rhs), grows in zip(work.pairs, placed.near, placed.results, strict=True):
         if grows and piece.k == whole.k:
             dot_s = functools.partial(
-                matmul_s, piece, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs, placed="rows" if piece.m < whole.m else None
+                matmul_s,
+                piece,
+                hardware,
+                lhs_on_chip=lhs,
+                rhs_on_chip=rhs,
+                placed="rows" if piece.m < whole.m else None,
             )
             total_s += dot_s() - dot_s(result_on_chip=True)
     return total_s

@@ -168,7 +168,11 @@ def entering_s(work: RingWork, hardware: Hardware) -> float:
 
 def rounding_s(rounded_bytes: float, hardware: Hardware) -> float:
     """Seconds of rounding float32 to so many bytes of bfloat16."""
-    return hardware.rounding * 3 * rounded_bytes / hardware.hbm_bytes_per_s if hardware.network == "torus" else 0.0
+    return (
+        hardware.rounding * 3 * rounded_bytes / hardware.hbm_bytes_per_s
+        if hardware.network == "torus"
+        else 0.0
+    )
 
 
 def cutting_s(work: RingWork, hardware: Hardware) -> float:

@@ -81,7 +81,9 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     for number, (whole, side) in enumerate(zip(work.matmuls, shared, strict=True)):
         with_bytes = held_bytes + side_bytes(whole, side)
         arriving_bytes = _sums_beside_strips_bytes(work, number, hardware)
-        if with_bytes + arriving_bytes <= hardware.on_chip_bytes and _arrives_in_time(work, with_bytes, hardware):
+        if with_bytes + arriving_bytes <= hardware.on_chip_bytes and _arrives_in_time(
+            work, with_bytes, hardware
+        ):
             held_bytes = with_bytes
         else:
             shared[number] = None

@@ -34,7 +34,6 @@ SUBLANES: Final = 8
 """Rows that a TPU's matrix unit is fed at once: its windows have multiples of them."""
 
 
-
 def by_columns(rows: int, columns: int) -> bool:
     """Whether a TPU's compiler lays an array out by columns, as it is padded less so."""
     turned = padded(columns, SUBLANES) * padded(rows, LANES)
