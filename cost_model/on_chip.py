@@ -133,9 +133,10 @@ def _first(
     near = [side for side in (held,) if side is not None]
     if before_s:
         near = list(_beside(matmul, hardware, held, None if hardware.receives_on_chip else sent))
-    if sent is not None and sent not in near and hardware.receives_on_chip:
-        if side_bytes(matmul, sent) + side_bytes(matmul, held) <= hardware.on_chip_bytes:
-            near.append(sent)
+    both_bytes = side_bytes(matmul, sent) + side_bytes(matmul, held)
+    arrives = hardware.receives_on_chip and both_bytes <= hardware.on_chip_bytes
+    if sent is not None and sent not in near and arrives:
+        near.append(sent)
     room_bytes = hardware.results_on_chip * hardware.on_chip_bytes - sum(side_bytes(matmul, s) for s in near)
     stays = summed and hardware.receives_on_chip and matmul.result_bytes <= room_bytes
     dot = _whole(matmul, hardware, tuple(near), placed, max(0.0, fetch_s - before_s), stays=stays)

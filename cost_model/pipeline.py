@@ -110,8 +110,8 @@ def pipeline_estimate(
     since the first scatter has no gather beside it and the last gather no scatter. The links carry the hops
     of both, after the first products F of a chunk, which nothing hides; products come after what is placed
     beside them. Blocks that are cut early are cut before all of it, where the operand fits on chip (v6e: 27
-    and 62 µs of 133 and 281). The columns of an operand that a chunk takes are on chip while it lasts, if all of it fits
-    there; the first dots of all find it in main memory (`late_s`). Where hops and dots take turns,
+    and 62 µs of 133 and 281). The columns of an operand that a chunk takes are on chip while it lasts, if all
+    of it fits there; the first dots of all find it in main memory (`late_s`). Where hops and dots take turns,
     all of it adds up. R is reading and writing the operand whose rows are cut into chunks, which the compiler
     copies for each of more than two if it is not on chip.
 
@@ -173,7 +173,7 @@ def pipeline_estimate(
 
 
 def _cuts_first(work: RingWork, axis: Axis) -> bool:
-    """Whether a TPU's compiler cuts the blocks of all chunks before the first hop: out of operands on chip."""
+    """Whether a TPU's compiler cuts the blocks of all chunks before the first hop: if they fit on chip."""
     sides = (cut_side(work, axis.size, number) for number in range(len(work.matmuls)))
     cut_bytes = sum(map(side_bytes, work.matmuls, sides))
     early = work.cut == "early" and axis.hardware.network == "torus"

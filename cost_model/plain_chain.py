@@ -355,8 +355,8 @@ def _share(size: int, share: Fraction) -> int:
 
 def _rounded(dot: PlainDot) -> PlainDot:
     """A dot that finds what travels rounded to bfloat16, where it is known which operand that is."""
-    sides = {f"{side}_dtype": "bfloat16" for side in SIDES if side == dot.side}
-    return dataclasses.replace(dot, matmul=dataclasses.replace(dot.matmul, **sides))
+    lhs, rhs = ("bfloat16" if side == dot.side else None for side in SIDES)
+    return dataclasses.replace(dot, matmul=dataclasses.replace(dot.matmul, lhs_dtype=lhs, rhs_dtype=rhs))
 
 
 def _accumulator(dtype: str) -> str:

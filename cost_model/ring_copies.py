@@ -231,8 +231,8 @@ def _laid_out_bytes(work: RingWork, hardware: Hardware) -> float:
     for piece, whole in work.pairs:
         if piece.batch == whole.batch:
             continue
-        # Strips of a matrix are placed as they are if their rows would be whole tiles of wider elements. Whole
-        # matrices of such rows were, in five of nine compiled rings, and took up to 15 times as long in four.
+        # Strips of a matrix are placed as they are if their rows would be whole tiles of wider elements. So
+        # were whole matrices in five of nine compiled rings; four took up to 15 times as long.
         packed = int(SUBLANES * max(1.0, 4 / dtype_bytes(whole.result_dtype)))
         rows = {SUBLANES} if piece.m * piece.n < whole.m * whole.n else {SUBLANES, packed}
         if any(whole.m % tile and whole.batch % tile == 0 for tile in rows):

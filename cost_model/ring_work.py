@@ -58,7 +58,7 @@ class RingWork:
       halved: whether what comes last of a gather comes in halves, one after the other.
       cut: how blocks of what does not travel come to the dots of a scatter, and to those of a gather that are
         cut along K.
-      cut_first: whether those blocks that are cut before their dots are cut before the first hop, those of all
+      cut_first: whether blocks that are cut before their dots are cut before the first hop, those of all
         steps, and have been.
       accumulator: dtype of the partial sums that dots add to, where they do: those of a gather whose piece is
         cut along K, and those of a fused scatter, which are as they travel.
