@@ -23,7 +23,7 @@ from cost_model.offloaded import sums_whole
 from cost_model.on_chip import SIDES, Side, Whole
 from cost_model.pipeline import gather_after, last_gather_s, placing_s
 from cost_model.plain_chain import PlainChain, forms, gathered_bytes, pays, price, works
-from cost_model.ring import Estimate, dots_as_written
+from cost_model.ring import Estimate, copies_as_written_s, dots_as_written
 from cost_model.ring_work import blocks_of
 
 Bound = Literal["compute", "memory", "bandwidth", "latency", "nothing"]
@@ -72,12 +72,14 @@ class CollectiveTerm:
       seconds: its time.
       latency_s: what it takes however few the bytes.
       bound: "bandwidth", or "latency" where fewer bytes would not help.
+      copies_s: what else it takes to round what a gather moves, and to lay out what it brings.
     """
 
     full_bytes: float
     seconds: float
     latency_s: float
     bound: Bound
+    copies_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,6 +179,9 @@ class Explanation:
             f"  {_us(moved.seconds)}  {_COLLECTIVE[self.chain.pattern]} of {_mib(moved.full_bytes)},"
             f"{rounded} bound by {moved.bound}; {_us(moved.latency_s).strip()} however few the bytes"
         )
+        if moved.copies_s:
+            made = "what is gathered is rounded before" if rounded else "gathered columns are laid out after"
+            lines.append(f"  {_us(moved.copies_s)}  copies: {made}")
         lines += [f"  {_us(self.best.estimate.original_s)}  together", ""]
         lines += [*self.best.lines(), ""]
         for title, others in self._others():
@@ -331,7 +336,8 @@ def _mib(size: float) -> str:
 def _dots(chain: PlainChain, axis: Axis, collective_s: float) -> tuple[DotTerm, ...]:
     """The dots as the estimates have them, beside a collective that takes so long."""
     if work := works(chain, Form(), axis):
-        pairs = zip(work[0].matmuls, dots_as_written(work[0], axis, collective_s), strict=True)
+        before_s = collective_s + copies_as_written_s(work[0], axis)
+        pairs = zip(work[0].matmuls, dots_as_written(work[0], axis, before_s), strict=True)
     else:
         matmuls = [dot.matmul for dot in chain.dots]
         pairs = zip(matmuls, [Whole(seconds=matmul_s(of, axis.hardware)) for of in matmuls], strict=True)
@@ -348,20 +354,21 @@ def _dot(matmul: Matmul, whole: Whole, hardware: Hardware) -> DotTerm:
         seconds=whole.seconds,
         on_chip=whole.on_chip,
         waited_s=whole.waited_s,
-        overhead_s=matmul_s(least, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs),
+        overhead_s=matmul_s(least, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs, result_on_chip=whole.stays),
         efficiency=matmul.flops / hardware.flops_for(matmul.dtype) / whole.seconds,
         bound="memory" if on_chip_s < WAITING * whole.seconds else "compute",
     )
 
 
 def _collective(chain: PlainChain, axis: Axis) -> CollectiveTerm:
-    full_bytes = gathered_bytes(chain, axis)
+    full_bytes, work = gathered_bytes(chain, axis), works(chain, Form(), axis)
     seconds, latency_s = _collective_s(chain, axis, full_bytes), _collective_s(chain, axis, 0)
     return CollectiveTerm(
         full_bytes=full_bytes,
         seconds=seconds,
         latency_s=latency_s,
         bound="bandwidth" if seconds > latency_s else "latency",
+        copies_s=copies_as_written_s(work[0], axis) if work else 0.0,
     )
 
 

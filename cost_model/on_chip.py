@@ -43,11 +43,13 @@ class Whole:
       seconds: its time, with what it waits for.
       waited_s: until its operands are on chip.
       on_chip: the operands that it finds there.
+      stays: whether its result stays there, and is not written to main memory.
     """
 
     seconds: float
     waited_s: float = 0.0
     on_chip: tuple[Side, ...] = ()
+    stays: bool = False
 
 
 def wholes(
@@ -197,7 +199,8 @@ def _whole(
     """A dot that finds those operands on chip once it has waited so long; its result may stay there."""
     lhs, rhs = ("lhs" in near, "rhs" in near)
     timed = functools.partial(matmul_s, matmul, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs, placed=placed)
-    dot_s = timed(result_on_chip=stays and not hardware.places_slowly)
+    spared = stays and not hardware.places_slowly
+    dot_s = timed(result_on_chip=spared)
     if stays and hardware.spares_writing:
         dot_s = max(timed(result_on_chip=True), dot_s - matmul.result_bytes / hardware.hbm_bytes_per_s)
-    return Whole(seconds=dot_s + waited_s, waited_s=waited_s, on_chip=near)
+    return Whole(seconds=dot_s + waited_s, waited_s=waited_s, on_chip=near, stays=spared)

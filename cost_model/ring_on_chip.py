@@ -107,7 +107,7 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
         if sent is not None and not found and not comes_near:
             near[sent] = near[sent] and hardware.fetches_sums and _fills_tiles(piece, whole, sent)
             arriving = sent if near[sent] else None
-        if sent is not None and _arrives_beside(work, held_bytes, hardware):
+        if sent is not None and _arrives_beside(work, sent, held_bytes, hardware):
             near[sent] = True
         if sent is not None and _comes_whole(work, hardware) and side_bytes(piece, sent) <= room_bytes:
             near[sent], arriving = True, None
@@ -218,7 +218,7 @@ def _comes_whole(work: RingWork, hardware: Hardware) -> bool:
     return one and hardware.fetches_shards and work.piece[0].k < work.matmuls[0].k
 
 
-def _arrives_beside(work: RingWork, held_bytes: float, hardware: Hardware) -> bool:
+def _arrives_beside(work: RingWork, sent: Side, held_bytes: float, hardware: Hardware) -> bool:
     """Whether the shards of a gather's only dot arrive on chip: where there is room for three.
 
     Of 29 compiled rings (v4, v5e, v6e: shards of 7 to 33 MB) all did, but for a gather of rows on v5e; one of
@@ -228,7 +228,8 @@ def _arrives_beside(work: RingWork, held_bytes: float, hardware: Hardware) -> bo
     rows = work.piece[0].batch == work.matmuls[0].batch
     if not one or not hardware.receives_on_chip or (rows and hardware.spares_writing):
         return False
-    return SHARDS_BESIDE * work.shard_bytes / work.columns <= hardware.on_chip_bytes - held_bytes
+    arriving_bytes = max(work.shard_bytes / work.columns, side_bytes(work.piece[0], sent))
+    return SHARDS_BESIDE * arriving_bytes <= hardware.on_chip_bytes - held_bytes
 
 
 def _shared_side(work: RingWork, axis_size: int, number: int, hardware: Hardware) -> Side | None:

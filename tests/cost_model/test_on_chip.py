@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from cost_model import Matmul, by_name, matmul_s
-from cost_model.on_chip import LITTLE, OTHER, SIDES, Side, beside_bytes, side_bytes, wholes_s
+from cost_model.on_chip import LITTLE, OTHER, SIDES, Side, beside_bytes, side_bytes, wholes, wholes_s
 
 V5E, V5P, H100 = by_name("tpu_v5e"), by_name("tpu_v5p"), by_name("h100")
 ROOMY = dataclasses.replace(V5P, on_chip_bytes=1e9, receives_on_chip=True)
@@ -87,3 +87,58 @@ def test_it_is_what_compilers_make_of_them(
 ) -> None:
     """Dots of chains as written, with what they waited for, by the TPU compiler's estimates (jax 0.12)."""
     assert wholes_s((matmul,), by_name(chip), before_s, sent) == pytest.approx(compiled_s, rel=0.11)
+
+
+@pytest.mark.parametrize(
+    ("chip", "matmuls", "before_s", "compiled_s"),
+    [
+        # The second finds no room beside the first's 53 MB, which are fetched again before the program ends.
+        ("tpu_v6e", (Matmul(m=21872, k=6144, n=4352),) * 2, 1399.8e-6, 3458.7e-6),
+        # The second does beside the first's 43 MB, and the third not beside both.
+        ("tpu_v6e", (Matmul(m=59648, k=3456, n=6272),) * 3, 2147.4e-6, 11516.6e-6),
+        ("tpu_v5p", (Matmul(m=52608, k=4480, n=4736),) * 2, 1963.8e-6, 11154.1e-6),
+        ("tpu_v5e", (Matmul(m=288, k=7168, n=3200),) * 3, 40.1e-6, 251.6e-6),
+        # Each is fetched while the one before runs, and waited for.
+        ("tpu_v5e", (Matmul(m=128, k=256, n=23552),) * 3, 4e-6, 104.6e-6),
+        ("tpu_v5e", (Matmul(m=864, k=2048, n=23168),), 36.9e-6, 511.4e-6),
+        ("tpu_v5p", (Matmul(m=96, k=896, n=11264),) * 2, 2e-6, 21.5e-6),
+    ],
+    ids=str,
+)
+def test_several_dots_share_the_room_with_what_the_next_run_of_the_program_needs_first(
+    chip: str, matmuls: tuple[Matmul, ...], before_s: float, compiled_s: float
+) -> None:
+    """Dots that share a gather of their left operand, by the TPU compiler's estimates (jax 0.12)."""
+    assert wholes_s(matmuls, by_name(chip), before_s, "lhs") == pytest.approx(compiled_s, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("chip", "matmul", "compiled_s"),
+    [
+        ("tpu_v6e", Matmul(m=2304, k=1152, n=1664), 19.0e-6),
+        ("tpu_v5e", Matmul(m=32320, k=256, n=640), 153.4e-6),
+        ("tpu_v5p", Matmul(m=4864, k=4608, n=896), 110.1e-6),
+    ],
+    ids=str,
+)
+def test_a_collective_that_adds_up_may_find_the_results_on_chip(
+    chip: str, matmul: Matmul, compiled_s: float
+) -> None:
+    """Dots before a reduce_scatter: of v5p results never are."""
+    hardware = by_name(chip)
+    (dot,) = wholes((matmul,), hardware, 0.0, summed=True)
+    assert dot.seconds == pytest.approx(compiled_s, rel=0.04)
+    assert dot.stays == (chip == "tpu_v6e")
+    (written,) = wholes((matmul,), hardware, 0.0)
+    assert (dot.seconds < written.seconds) == hardware.receives_on_chip
+
+
+def test_pieces_after_the_first_find_what_they_share() -> None:
+    """As of the 12 strips of ``x[576, 21248] @ w[21248, 1536]`` that 7x scatters in turn."""
+    strip, chip = Matmul(m=576, k=21248, n=128), by_name("tpu_7x")
+    first_s = wholes_s((strip,), chip, 0.0)
+    again_s = wholes_s((strip,), chip, 2e-6, again="lhs")
+    assert again_s == pytest.approx(20441 / 2.2e9, rel=0.01)
+    assert first_s == pytest.approx(again_s + strip.lhs_bytes / chip.hbm_bytes_per_s)
+    little = dataclasses.replace(chip, on_chip_bytes=strip.lhs_bytes - 1)
+    assert wholes_s((strip,), little, 2e-6, again="lhs") > again_s
