@@ -193,7 +193,7 @@ def _estimate(work: RingWork, axis: Axis, *, fetched: bool, cut_out: bool) -> Es
     if hardware.lone_matmuls and work.apart_bytes:
         add_s += hardware.copy_overhead_s
 
-    piece_bytes = _piece_bytes(work, hardware)
+    piece_bytes = _piece_bytes(work, axis)
     hop_s = axis.step_s(piece_bytes, work.directions, work.rings, walks=work.walks)
     wire_s = work.chains * hop_s
 
@@ -255,7 +255,7 @@ def _halfway_estimate(work: RingWork, axis: Axis, *, fetched: bool) -> Estimate:
     dots_s += pairs * [work.pieces * _pieces_s(work, placed, hardware, adds=True) + 2 * copy_s + stops_s]
     dots_s += halves * [work.pieces * _pieces_s(halved, placed, hardware, adds=True) + copy_s + stops_s]
 
-    piece_bytes = _piece_bytes(work, hardware)
+    piece_bytes = _piece_bytes(work, axis)
     pair_s, half_s, latency_s = (
         work.chains * axis.step_s(times * piece_bytes, work.directions, work.rings) for times in (2, 1, 0)
     )
@@ -307,12 +307,29 @@ def _beside_s(work: RingWork, dots_s: float, wire_s: float) -> float:
     return dots_s + max(0.0, wire_s - beside_s)
 
 
-def _piece_bytes(work: RingWork, hardware: Hardware) -> float:
+def _piece_bytes(work: RingWork, axis: Axis) -> float:
     """Bytes of a shard's pieces that travel at once; no fewer than the original's where nothing overlaps."""
     shard_bytes = work.shard_bytes
-    if not hardware.overlaps:
+    if not axis.hardware.overlaps:
         shard_bytes = max(shard_bytes, work.collective_shard_bytes)
-    return shard_bytes / (work.chains * work.columns)
+    return _largest(work, axis) * shard_bytes / (work.chains * work.columns)
+
+
+def _largest(work: RingWork, axis: Axis) -> float:
+    """How many times the mean the largest piece is, which sets the pace of the hops of all.
+
+    Those of a psum's chunks take turns, and are of the mean.
+    """
+    if not work.pairs or work.joined or work.halves:
+        return 1.0
+    piece, whole = work.pairs[0]
+    along: Along | None = None
+    if work.collective == "all_gather":
+        along = "rows" if piece.m < whole.m else "columns" if piece.n < whole.n else None
+    elif piece.m * piece.n * work.pieces * axis.size < whole.m * whole.n:
+        return 1.0
+    sizes = _sizes(piece, whole, along, work.pieces, axis.hardware)
+    return max(size.m * size.n for _, size in sizes) / (piece.m * piece.n)
 
 
 def _waited_s(

@@ -92,9 +92,11 @@ class _Ring:
             divided = parts(schedule, unit, tile_rows(flow, chain), placed=True)
             self.bounds: tuple[Fraction, ...] = ()
         else:
-            # Every piece has whole blocks of the gathered dim, and its part of the other one.
-            size = flow.avals[chain.wire].shape[self.cut_across.dim]
-            strips = parts(schedule, size // schedule.columns, LANES, placed=True)
+            # Every piece has whole blocks of the gathered dim, and its part of the other one: of rows, or of
+            # the columns of the last dim, which the largest piece would have too many of if rows were cut so.
+            shape, dim = flow.avals[chain.wire].shape, self.cut_across.dim
+            grain = LANES if dim == len(shape) - 1 else tile_rows(flow, chain)
+            strips = parts(schedule, shape[dim] // schedule.columns, grain, placed=True)
             divided = tuple(dataclasses.replace(p, start=Fraction(0), share=Fraction(1)) for p in strips)
             self.bounds = (*(strip.start for strip in strips), Fraction(1))
         self.itinerary = itinerary(schedule, divided, unit, chain.collective.axis_size)
