@@ -221,7 +221,7 @@ def _comes_whole(work: RingWork, hardware: Hardware) -> bool:
 def _arrives_beside(work: RingWork, sent: Side, held_bytes: float, hardware: Hardware) -> bool:
     """Whether the shards of a gather's only dot arrive on chip: where there is room for three.
 
-    Of 29 compiled rings (v4, v5e, v6e: shards of 7 to 33 MB) all did, but for a gather of rows on v5e; one of
+    Beside a result that grows there; twice as many where they go both ways, each half way round. Of 29 compiled rings (v4, v5e, v6e: shards of 7 to 33 MB) all did, but for a gather of rows on v5e; one of
     25 MB of 64 that did not have room (v4) did not.
     """
     one = len(work.matmuls) == 1 and work.piece[0].k == work.matmuls[0].k
@@ -229,7 +229,10 @@ def _arrives_beside(work: RingWork, sent: Side, held_bytes: float, hardware: Har
     if not one or not hardware.receives_on_chip or (rows and hardware.spares_writing):
         return False
     arriving_bytes = max(work.shard_bytes / work.columns, side_bytes(work.piece[0], sent))
-    return SHARDS_BESIDE * arriving_bytes <= hardware.on_chip_bytes - held_bytes
+    shards = 2 * SHARDS_BESIDE if work.halves else SHARDS_BESIDE
+    (grows,) = _grow(work, held_bytes, hardware)
+    held_bytes += work.matmuls[0].result_bytes if grows else 0.0
+    return shards * arriving_bytes <= hardware.on_chip_bytes - held_bytes
 
 
 def _shared_side(work: RingWork, axis_size: int, number: int, hardware: Hardware) -> Side | None:
