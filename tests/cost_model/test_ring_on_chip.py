@@ -181,9 +181,9 @@ def test_what_several_dots_read_arrives_there_if_it_fits_beside_what_is_held() -
         work = gathers(whole, piece, dots)
         return on_chip(work, 4, dataclasses.replace(ROOM, **changes)).near
 
-    # For one dot three shards must have room beside w.
-    assert near(1, on_chip_bytes=7e6) == ((True, True),)
-    assert near(1, on_chip_bytes=7e6 - 1) == ((False, True),)
+    # For one dot three shards must have room beside w, and beside the 4e6 bytes of a result that grows there.
+    assert near(1, on_chip_bytes=11e6) == near(1, on_chip_bytes=7e6, results_on_chip=0.0) == ((True, True),)
+    assert near(1, on_chip_bytes=11e6 - 1) == ((False, True),)
     assert near(1, receives_on_chip=False) == near(1, spares_writing=True) == ((False, True),)
     assert near(2) == ((True, True), (True, True))
     assert near(2, receives_on_chip=False) == ((False, True), (True, True))
