@@ -221,8 +221,9 @@ def _comes_whole(work: RingWork, hardware: Hardware) -> bool:
 def _arrives_beside(work: RingWork, sent: Side, held_bytes: float, hardware: Hardware) -> bool:
     """Whether the shards of a gather's only dot arrive on chip: where there is room for three.
 
-    Beside a result that grows there; twice as many where they go both ways, each half way round. Of 29 compiled rings (v4, v5e, v6e: shards of 7 to 33 MB) all did, but for a gather of rows on v5e; one of
-    25 MB of 64 that did not have room (v4) did not.
+    That is beside a result that grows there, and for six where they go both ways, each half way round. Of 29
+    compiled rings (v4, v5e, v6e: shards of 7 to 33 MB) all did, but for a gather of rows on v5e; one of 25 MB
+    of 64 that did not have room (v4) did not.
     """
     one = len(work.matmuls) == 1 and work.piece[0].k == work.matmuls[0].k
     rows = work.piece[0].batch == work.matmuls[0].batch
