@@ -285,7 +285,7 @@ def explain(chain: PlainChain, axis: Axis, among: Sequence[Form] | None = None) 
     return Explanation(
         chain=chain,
         axis=axis,
-        dots=_dots(chain, axis, collective.seconds),
+        dots=_dots(chain, axis, collective.seconds + collective.copies_s),
         collective=collective,
         candidates=tuple(candidates),
     )
@@ -333,10 +333,9 @@ def _mib(size: float) -> str:
     return f"{size / 2**20:,.1f} MiB" if size >= 2**20 else f"{size / 2**10:,.1f} KiB"
 
 
-def _dots(chain: PlainChain, axis: Axis, collective_s: float) -> tuple[DotTerm, ...]:
-    """The dots as the estimates have them, beside a collective that takes so long."""
+def _dots(chain: PlainChain, axis: Axis, before_s: float) -> tuple[DotTerm, ...]:
+    """The dots as the estimates have them, beside a collective that takes so long with its copies."""
     if work := works(chain, Form(), axis):
-        before_s = collective_s + copies_as_written_s(work[0], axis)
         pairs = zip(work[0].matmuls, dots_as_written(work[0], axis, before_s), strict=True)
     else:
         matmuls = [dot.matmul for dot in chain.dots]

@@ -176,7 +176,6 @@ def offloaded_estimate(work: InTurn, as_written: Estimate, axis: Axis) -> Estima
     hop_s = whole_s(work.moved_bytes / pieces)
     copies = _copies(work, axis)
     sent = _sent_side(work.piece[0], work.matmuls[0]) if gathers else None
-
     shared = work.piece[0].stationary(work.matmuls[0])
 
     def piece_s(before_s: float, again: Side | None = None) -> float:

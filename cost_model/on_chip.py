@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -86,11 +87,10 @@ def wholes(
     found: list[Whole] = []
     kept_bytes = fetched_bytes = 0.0
     for number, matmul in enumerate(matmuls):
+        far = None if number or hardware.receives_on_chip else sent
         if again is not None and not number and side_bytes(matmul, again) <= hardware.on_chip_bytes:
-            far = None if hardware.receives_on_chip else sent
             dot = _whole(matmul, hardware, _beside(matmul, hardware, again, far), placed)
         elif number or again is not None or hardware.network != "torus":
-            far = None if number or hardware.receives_on_chip else sent
             room_bytes = hardware.on_chip_bytes - kept_bytes - fetched_bytes
             dot, before_s = _later(matmul, hardware, before_s, far, placed, room_bytes)
         else:
@@ -199,8 +199,20 @@ def _whole(
     """A dot that finds those operands on chip once it has waited so long; its result may stay there."""
     lhs, rhs = ("lhs" in near, "rhs" in near)
     timed = functools.partial(matmul_s, matmul, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs, placed=placed)
+    dot_s = staying_s(timed, matmul, hardware) if stays else timed()
     spared = stays and not hardware.places_slowly
-    dot_s = timed(result_on_chip=spared)
-    if stays and hardware.spares_writing:
-        dot_s = max(timed(result_on_chip=True), dot_s - matmul.result_bytes / hardware.hbm_bytes_per_s)
     return Whole(seconds=dot_s + waited_s, waited_s=waited_s, on_chip=near, stays=spared)
+
+
+def staying_s(timed: Callable[..., float], matmul: Matmul, hardware: Hardware) -> float:
+    """Seconds of a dot whose result has its place on chip: see `Hardware.places_slowly` and `spares_writing`.
+
+    Args:
+      timed: `matmul_s` of the dot, but for where its result is.
+      matmul: the dot.
+      hardware: where it runs.
+    """
+    dot_s = timed(result_on_chip=not hardware.places_slowly)
+    if hardware.spares_writing:
+        dot_s = max(timed(result_on_chip=True), dot_s - matmul.result_bytes / hardware.hbm_bytes_per_s)
+    return dot_s

@@ -20,7 +20,7 @@ from cost_model.axis import Axis
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
-from cost_model.on_chip import Whole, side_bytes, wholes
+from cost_model.on_chip import Whole, side_bytes, staying_s, wholes
 from cost_model.ring_copies import (
     adding_s,
     copies_at_once_s,
@@ -323,11 +323,10 @@ def _largest(work: RingWork, axis: Axis) -> float:
     if not work.pairs or work.joined or work.halves:
         return 1.0
     piece, whole = work.pairs[0]
-    along: Along | None = None
-    if work.collective == "all_gather":
-        along = "rows" if piece.m < whole.m else "columns" if piece.n < whole.n else None
-    elif piece.m * piece.n * work.pieces * axis.size < whole.m * whole.n:
+    gathered = work.collective == "all_gather"
+    if not gathered and piece.m * piece.n * work.pieces * axis.size < whole.m * whole.n:
         return 1.0
+    along = _along(piece, whole) if gathered else None
     sizes = _sizes(piece, whole, along, work.pieces, axis.hardware)
     return max(size.m * size.n for _, size in sizes) / (piece.m * piece.n)
 
@@ -366,21 +365,12 @@ def _written_last_s(work: RingWork, placed: OnChip, hardware: Hardware) -> float
 
     The other parts have left by then, and it writes to main memory (v6e).
     """
-    if hardware.places_slowly or len(work.matmuls) > 1:
+    if hardware.places_slowly or placed.results != (True,) or work.summed:
         return 0.0
-    total_s = 0.0
-    for (piece, whole), (lhs, rhs), grows in zip(work.pairs, placed.near, placed.results, strict=True):
-        if grows and piece.k == whole.k:
-            dot_s = functools.partial(
-                matmul_s,
-                piece,
-                hardware,
-                lhs_on_chip=lhs,
-                rhs_on_chip=rhs,
-                placed="rows" if piece.m < whole.m else None,
-            )
-            total_s += dot_s() - dot_s(result_on_chip=True)
-    return total_s
+    (piece, whole), (lhs, rhs) = work.pairs[0], placed.near[0]
+    along: Along | None = "rows" if piece.m < whole.m else None
+    dot_s = functools.partial(matmul_s, piece, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs, placed=along)
+    return dot_s() - dot_s(result_on_chip=True)
 
 
 def _late_s(work: RingWork, placed: OnChip, axis: Axis) -> float:
@@ -499,9 +489,7 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool,
     for number, ((mean, whole), is_sum, (lhs, rhs), grows) in enumerate(each):
         is_sum = is_sum and (adds or gathered)
         added, made = adds and is_sum, last or not is_sum
-        along: Along | None = None
-        if gathered and not work.joined and made:
-            along = "rows" if mean.m < whole.m else "columns" if mean.n < whole.n else None
+        along = _along(mean, whole) if gathered and not work.joined and made else None
         in_place = made and grows
         stays = in_place and not hardware.places_slowly if made else sum_after
         for share, piece in _sizes(mean, whole, along, 1 if work.halves else work.pieces, hardware):
@@ -516,10 +504,8 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool,
                 accumulator_on_chip=added and sum_before,
                 placed=along,
             )
-            near_s = dot_s(lhs_on_chip=lhs, rhs_on_chip=rhs)
-            if in_place and hardware.spares_writing:
-                spared_s = piece.result_bytes / hardware.hbm_bytes_per_s
-                near_s = max(dot_s(lhs_on_chip=lhs, rhs_on_chip=rhs, result_on_chip=True), near_s - spared_s)
+            near = functools.partial(dot_s, lhs_on_chip=lhs, rhs_on_chip=rhs)
+            near_s = staying_s(near, piece, hardware) if in_place else near()
             if placed.arriving and not number:
                 far_s = dot_s(
                     lhs_on_chip=lhs and placed.arriving != "lhs", rhs_on_chip=rhs and placed.arriving != "rhs"
@@ -529,6 +515,11 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool,
         if added:
             total_s += adding_s(mean.batch * mean.m * mean.n * width, hardware)
     return total_s
+
+
+def _along(piece: Matmul, whole: Matmul) -> Along | None:
+    """Where pieces of a gather's result are put into the whole."""
+    return "rows" if piece.m < whole.m else "columns" if piece.n < whole.n else None
 
 
 def _sizes(

@@ -168,11 +168,9 @@ def entering_s(work: RingWork, hardware: Hardware) -> float:
 
 def rounding_s(rounded_bytes: float, hardware: Hardware) -> float:
     """Seconds of rounding float32 to so many bytes of bfloat16."""
-    return (
-        hardware.rounding * 3 * rounded_bytes / hardware.hbm_bytes_per_s
-        if hardware.network == "torus"
-        else 0.0
-    )
+    if hardware.network != "torus":
+        return 0.0
+    return hardware.rounding * 3 * rounded_bytes / hardware.hbm_bytes_per_s
 
 
 def cutting_s(work: RingWork, hardware: Hardware) -> float:

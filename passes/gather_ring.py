@@ -92,8 +92,8 @@ class _Ring:
             divided = parts(schedule, unit, tile_rows(flow, chain), placed=True)
             self.bounds: tuple[Fraction, ...] = ()
         else:
-            # Every piece has whole blocks of the gathered dim, and its part of the other one: of rows, or of
-            # the columns of the last dim, which the largest piece would have too many of if rows were cut so.
+            # Every piece has whole blocks of the gathered dim, and its part of the other one. Rows fill tiles
+            # by fewer than columns do, and so strips of them are more even.
             shape, dim = flow.avals[chain.wire].shape, self.cut_across.dim
             grain = LANES if dim == len(shape) - 1 else tile_rows(flow, chain)
             strips = parts(schedule, shape[dim] // schedule.columns, grain, placed=True)
