@@ -56,6 +56,10 @@ SHARDS_ON_CHIP: Final = 0.6
 v5e and v6e, and on 7x if all that are held fit; not on v5p."""
 
 
+LITTLE: Final = (0.5e6, 1.25e6)
+"""Bytes of what is not brought on chip beside the first step's dots, but later (v5e, v6e: 0.5 to 0.8 MB were,
+and neither 0.1 MB nor 2)."""
+
 TURNING: Final = {False: 2.0, True: 1.2}
 """Times as long as otherwise it takes to add up partial sums that are laid out by columns, and turned round:
 in main memory, and where they arrive on chip. Each also takes `TURNING_S` longer."""
@@ -219,6 +223,7 @@ def _estimate(work: RingWork, axis: Axis, *, fetched: bool, cut_out: bool) -> Es
     if at_once_s and hardware.overlaps:
         once_s = _beside_s(work, partial_s + add_s + at_once_s, wire_s) - step_s
     waited_s = _waited_s(work, placed, hardware, fetched=fetched, first_s=partial_s, wire_s=step_s - add_s)
+    waited_s += _first_reads_s(work, placed, axis, max(0.0, step_s - add_s - partial_s))
     if not fetched:
         waited_s += _late_s(work, placed, axis)
     dot_s, collective_s = _as_written_s(work, axis)
@@ -266,6 +271,7 @@ def _halfway_estimate(work: RingWork, axis: Axis, *, fetched: bool) -> Estimate:
     besides_s = map(beside_s, dots_s, wires_s)
     ring_s = sum(besides_s) + cut_s + dots_s[-1]
     waited_s = _waited_s(work, placed, hardware, fetched=fetched, first_s=dots_s[0], wire_s=wires_s[0])
+    waited_s += _first_reads_s(work, placed, axis, max(0.0, wires_s[0] - dots_s[0]))
     dot_s, collective_s = _as_written_s(work, axis)
     return Estimate(
         dot_s=dot_s,
@@ -365,12 +371,43 @@ def _written_last_s(work: RingWork, placed: OnChip, hardware: Hardware) -> float
 
     The other parts have left by then, and it writes to main memory (v6e).
     """
-    if hardware.places_slowly or placed.results != (True,) or work.summed:
+    if placed.results != (True,) or work.summed:
         return 0.0
     (piece, whole), (lhs, rhs) = work.pairs[0], placed.near[0]
     along: Along | None = "rows" if piece.m < whole.m else None
     dot_s = functools.partial(matmul_s, piece, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs, placed=along)
     return dot_s() - dot_s(result_on_chip=True)
+
+
+def _first_reads_s(work: RingWork, placed: OnChip, axis: Axis, spare_s: float) -> float:
+    """By how much the first step's dots of a gather take longer, which read main memory.
+
+    A device's own shard is brought on chip beside the first dot, which reads it where it is, unless it is cut
+    into pieces. So it is with what
+    the dots of several matmuls share, for the first of them; if that is little, it comes later, and those of two
+    steps read it where it is (v5e, v6e: 0.6 MB, and not 2). What of it those ``spare_s`` hide in which a step's
+    hops outlast its dots is not counted.
+    """
+    hardware = axis.hardware
+    if work.collective != "all_gather" or hardware.network != "torus":
+        return 0.0
+    cut = entering_s(work, hardware) > 0
+    own_s = again_s = 0.0
+    each = zip(work.pairs, placed.near, placed.results, strict=True)
+    for number, ((piece, whole), (lhs, rhs), grows) in enumerate(each):
+        sent = sent_side(work, axis.size, number)
+        shared = placed.awaited_bytes[number] if number else 0.0
+        little = hardware.receives_on_chip and LITTLE[0] <= shared < LITTLE[1]
+        if number and not little:
+            continue
+        along = _along(piece, whole) if not work.joined else None
+        dot_s = functools.partial(matmul_s, piece, hardware, result_on_chip=grows, placed=along)
+        near_s = dot_s(lhs_on_chip=lhs, rhs_on_chip=rhs)
+        if not cut:
+            own_s += dot_s(lhs_on_chip=lhs and sent != "lhs", rhs_on_chip=rhs and sent != "rhs") - near_s
+        if little:
+            again_s += dot_s(lhs_on_chip=lhs and sent == "lhs", rhs_on_chip=rhs and sent == "rhs") - near_s
+    return max(0.0, own_s + work.dots * again_s - spare_s) + max(0.0, again_s - spare_s)
 
 
 def _late_s(work: RingWork, placed: OnChip, axis: Axis) -> float:

@@ -304,7 +304,7 @@ def _grow(work: RingWork, held_bytes: float, hardware: Hardware) -> tuple[bool, 
         return none
     largest_bytes = max(whole.result_bytes for whole in work.matmuls)
     between = work.columns > 1 or any(_begins_between_tiles(piece, whole) for piece, whole in work.pairs)
-    if not (placed or hardware.places_slowly or (between and largest_bytes <= beside_bytes(0, hardware))):
+    if not (placed or (between and largest_bytes <= beside_bytes(0, hardware))):
         return none
     room_bytes = hardware.results_on_chip * hardware.on_chip_bytes
     if room_bytes:

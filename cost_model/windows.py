@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,11 @@ MOST_AREA: Final = 1 << 24
 
 Along = Literal["rows", "columns"]
 """Where a result is put into its place in a larger array: among its rows or among its columns."""
+
+Near = Literal["never", "between", "short", "whole"]
+"""How windows of a result that stays on chip count: not at all; all (v4); all, but with the bytes that the
+compiler takes too many (v5e, 7x: none of float32); or those but for the last one's and those between windows of
+columns, where K is whole (v6e)."""
 
 _Floats = npt.NDArray[np.float64]
 
@@ -107,6 +112,7 @@ class Rates:
       near_row_cycles: per register of a left operand that lies on chip but not in VMEM (v4: CMEM).
       near_window_cycles: per window of such a right operand.
       near_bytes_per_cycle: of such operands of one byte, which are read as from main memory; 0 where not.
+      near_leaves: how windows of a result that stays on chip count.
       units: how it computes, by what the matrix unit computes in.
 
     Raises:
@@ -128,6 +134,7 @@ class Rates:
     near_row_cycles: float
     near_window_cycles: float
     near_bytes_per_cycle: float
+    near_leaves: Near
     units: dict[str, Unit]
 
     def __post_init__(self) -> None:
@@ -137,6 +144,8 @@ class Rates:
             values += [(field.name, getattr(unit, field.name)) for field in dataclasses.fields(unit)]
         for name, value in values:
             if name == "units" or (isinstance(value, bool) and name in ("read_together", "exact")):
+                continue
+            if name == "near_leaves" and value in get_args(Near):
                 continue
             for number in value if isinstance(value, tuple) else (value,):
                 if isinstance(number, bool) or not isinstance(number, int | float):
@@ -317,8 +326,11 @@ class _Search:
                 found = found + rates.near_window_cycles * (2 if self.turned else 1)
         return np.asarray(found, float)
 
-    def _moved_cycles(self) -> tuple[_Floats, _Floats, _Floats]:
-        """Cycles in which a window of either operand arrives, and one of the result leaves."""
+    def _moved_cycles(self) -> tuple[_Floats, _Floats, _Floats, _Floats]:
+        """Cycles in which a window of either operand arrives, and one of the result leaves.
+
+        The last are those for which it counts between windows of rows, and where K is cut.
+        """
         of, rates = self.of, self.rates
         batch, rows, k, lanes = self.batch, self.rows, self.k, self.lanes
         if rates.exact:  # windows at the edges are smaller
@@ -338,20 +350,35 @@ class _Search:
 
         left = read(batch * rows * k, *self._operand(sublanes=True))
         right = read(batch * np.minimum(k, padded(of.k, SUBLANES)) * lanes, *self._operand(sublanes=False))
-        moved = of.read_width
-        if not of.result_near:
-            moved += LEAVING.get(math.ceil(of.out_width), of.out_width)
-        result = rates.write_cycles + batch * rows * lanes * moved / rates.bytes_per_cycle
+
+        def leaves(leaving: float) -> _Floats:
+            moved = of.read_width + leaving
+            cycles = rates.write_cycles + batch * rows * lanes * moved / rates.bytes_per_cycle
+            return np.asarray(cycles if moved else np.zeros(1), float)
+
         if self.turned:
             left, right = right, left
-        return left, right, result if moved else np.zeros(1)
+        last, between = self._leaving
+        return left, right, leaves(last), leaves(between)
+
+    @property
+    def _leaving(self) -> tuple[float, float]:
+        """Bytes for which an element of the result is taken to leave; the same between windows of rows."""
+        of = self.of
+        far = LEAVING.get(math.ceil(of.out_width), of.out_width)
+        if not of.result_near:
+            return far, far
+        short = max(0.0, far - of.out_width)
+        return {"never": (0.0, 0.0), "between": (0.0, short), "short": (short, short), "whole": (far, far)}[
+            self.rates.near_leaves
+        ]
 
     def _cycles(self) -> _Floats:
         """Cycles of all windows tried, those that do not fit included."""
         of, rates = self.of, self.rates
         batches, down, deep, across = self._counts()
         compute = self._compute_cycles()
-        left, right, result = self._moved_cycles()
+        left, right, result, between = self._moved_cycles()
         registers = self.batch * self.rows * self.lanes / (SUBLANES * LANES)
         conversions = sum(2 if width <= 2 else 1 for width in (of.out_width, of.accumulator_width) if width)
         sums = registers * (rates.sum_cycles + conversions * rates.convert_cycles)
@@ -368,14 +395,14 @@ class _Search:
         cut = (
             first
             + sums
-            + (tiles - 1) * np.maximum(compute + sums, left + right + result)
+            + (tiles - 1) * np.maximum(compute + sums, left + right + between)
             + tiles * (deep - 1) * np.maximum(compute, left + right)
             + last
         )
         again = np.where(down > 1, left, 0.0)
         whole = (
             first
-            + batches * across * (down - 1) * np.maximum(compute, left + result)
+            + batches * across * (down - 1) * np.maximum(compute, left + between)
             + batches * (across - 1) * np.maximum(compute, again + right + result)
             + (batches - 1) * np.maximum(compute, left + right + result)
         )
