@@ -69,11 +69,22 @@ SELDOM: Final = 0.01
 """Share of windows in which registers take longer than the matrix unit, below which that is left out."""
 
 KNOWN: Final[Mapping[str, Mapping[str, Any]]] = {
-    "tpu_v4 core": {"near_row_cycles": 0.5, "near_window_cycles": 128, "near_bytes_per_cycle": 1024, "near_leaves": "whole"},
+    "tpu_v4 core": {
+        "near_row_cycles": 0.5,
+        "near_window_cycles": 128,
+        "near_bytes_per_cycle": 1024,
+        "near_leaves": "whole",
+    },
     "tpu_v5p": {"cores": 2},
     "tpu_v5e": {"near_leaves": "short"},
     "tpu_v6e": {"near_leaves": "between"},
-    "tpu_7x": {"read_together": True, "exact": True, "adding_vmem_bytes": 2097152, "near_leaves": "short"},
+    "tpu_7x": {
+        "read_together": True,
+        "exact": True,
+        "adding_vmem_bytes": 2097152,
+        "near_leaves": "short",
+        "retries": True,
+    },
 }
 """What is not fitted but was seen, in the same logs: see `cost_model.windows.Rates`. CMEM of a v4 is near but
 no VMEM; a v5p's device is two cores; 7x counts windows at the edges with their bytes."""
@@ -119,6 +130,7 @@ def rates_of(chip: str) -> dict[str, Any]:
         "near_row_cycles": 0.0,
         "near_window_cycles": 0.0,
         "near_bytes_per_cycle": 0.0,
+        "retries": False,
         "near_leaves": "never",
         "units": {unit: _unit(unit, lanes, probed[unit].tried, few_rows[unit].tried) for unit in UNITS},
         **KNOWN.get(chip, {}),
