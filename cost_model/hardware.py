@@ -69,6 +69,9 @@ class Hardware:
       slicing: how many times as long as reading and writing it takes to cut a shard into what is sent.
       rounding: how many times as long as reading and writing it takes to round a shard of float32 to bfloat16
         before it is sent.
+      adding: how many times as long as reading and writing it takes to add up, apart from the dots, what a
+        scatter's make in float32 and what has come. 0: not known, and taken to be as long, of what they make
+        in their own type.
       matmul_tile: the multiples to which the hardware pads (M, K, N).
       overlaps: whether communication can run beside compute at all.
       synchronous_chips: slices of so many chips overlap nothing all the same, as their compiler makes every
@@ -122,6 +125,7 @@ class Hardware:
     fuses_additions: bool = False
     lone_matmuls: bool = False
     copy_overhead_s: float = 0.0
+    adding: float = 0.0
     async_overhead_s: float = 0.0
     joining: float = 1.0
     slicing: float = 1.0
@@ -166,6 +170,7 @@ class Hardware:
             "accumulator_on_chip_bytes",
             "results_on_chip",
             "copy_overhead_s",
+            "adding",
             "async_overhead_s",
             "slicing",
             "rounding",

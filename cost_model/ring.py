@@ -20,7 +20,7 @@ from cost_model.axis import Axis
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
-from cost_model.on_chip import Whole, side_bytes, staying_s, wholes
+from cost_model.on_chip import Whole, beside_bytes, side_bytes, staying_s, wholes
 from cost_model.ring_copies import (
     adding_s,
     copies_at_once_s,
@@ -55,6 +55,11 @@ SHARDS_ON_CHIP: Final = 0.6
 """Share of the memory on chip that a gather's shards were seen to fill before they lie in main memory: on v4,
 v5e and v6e, and on 7x if all that are held fit; not on v5p."""
 
+
+FLOAT32_BYTES: Final = dtype_bytes("float32")
+
+ADDING_S: Final = 1.3e-6
+"""The least that adding products up apart from a scatter's dots takes (1.1 to 1.7 µs in compiled rings)."""
 
 LITTLE: Final = (0.5e6, 1.25e6)
 """Bytes of what is not brought on chip beside the first step's dots, but later (v5e, v6e: 0.5 to 0.8 MB were,
@@ -194,6 +199,9 @@ def _estimate(work: RingWork, axis: Axis, *, fetched: bool, cut_out: bool) -> Es
     add_s = work.apart_bytes / hardware.hbm_bytes_per_s
     if turned:
         add_s = TURNING[hardware.receives_on_chip] * add_s + TURNING_S[hardware.receives_on_chip]
+    elif _adds_apart(work, hardware):
+        near = all(_made_near(piece, hardware) for piece in work.piece)
+        add_s = ADDING_S + add_s * (hardware.adding if near else max(1.0, hardware.adding))
     if hardware.lone_matmuls and work.apart_bytes:
         add_s += hardware.copy_overhead_s
 
@@ -532,6 +540,9 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool,
         for share, piece in _sizes(mean, whole, along, 1 if work.halves else work.pieces, hardware):
             if is_sum:
                 piece = dataclasses.replace(piece, out_dtype=whole.result_dtype if last else work.accumulator)
+            elif adds and _adds_apart(work, hardware):
+                piece = dataclasses.replace(piece, out_dtype="float32")
+                stays = _made_near(piece, hardware)
             dot_s = functools.partial(
                 matmul_s,
                 piece,
@@ -552,6 +563,18 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool,
         if added:
             total_s += adding_s(mean.batch * mean.m * mean.n * width, hardware)
     return total_s
+
+
+def _adds_apart(work: RingWork, hardware: Hardware) -> bool:
+    """Whether a TPU adds a scatter's products up apart from its dots, which make them in float32."""
+    apart = work.collective == "reduce_scatter" and not work.fused and hardware.adding > 0
+    return apart and all(dtype_bytes(piece.result_dtype) < FLOAT32_BYTES for piece in work.piece)
+
+
+def _made_near(piece: Matmul, hardware: Hardware) -> bool:
+    """Whether a product that is added up apart stays on chip until then."""
+    product_bytes = FLOAT32_BYTES * piece.batch * piece.m * piece.n
+    return hardware.results_on_chip > 0 and product_bytes <= beside_bytes(0, hardware)
 
 
 def _along(piece: Matmul, whole: Matmul) -> Along | None:
