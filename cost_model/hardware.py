@@ -47,8 +47,8 @@ class Hardware:
         what is held there, to be put together in it.
       places_slowly: whether a matmul that puts its result into its place in that memory takes as long as one
         that writes it to main memory.
-      spares_writing: whether it is shorter by what writing the result takes, all the same.
       receives_on_chip: whether what collectives bring may arrive in that memory.
+      rows_arrive: whether that is so for the shards of rows that a gather's only dot reads.
       fetches_shards: whether a shard is brought there before its dot: one that takes little room, and a whole
         one that a step's only dot contracts.
       fetches_sums: whether a partial sum that is added to by turns with others is brought there beside their
@@ -115,8 +115,8 @@ class Hardware:
     accumulator_on_chip_bytes: float = 0.0
     results_on_chip: float = 0.0
     places_slowly: bool = False
-    spares_writing: bool = False
     receives_on_chip: bool = True
+    rows_arrive: bool = True
     fetches_shards: bool = False
     fetches_sums: bool = False
     cuts_on_chip: bool = True

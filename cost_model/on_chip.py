@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -198,18 +196,6 @@ def _whole(
 ) -> Whole:
     """A dot that finds those operands on chip once it has waited so long; its result may stay there."""
     lhs, rhs = ("lhs" in near, "rhs" in near)
-    timed = functools.partial(matmul_s, matmul, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs, placed=placed)
-    dot_s = staying_s(timed, matmul, hardware) if stays else timed()
+    dot_s = matmul_s(matmul, hardware, lhs_on_chip=lhs, rhs_on_chip=rhs, placed=placed, result_on_chip=stays)
     spared = stays and not hardware.places_slowly
     return Whole(seconds=dot_s + waited_s, waited_s=waited_s, on_chip=near, stays=spared)
-
-
-def staying_s(timed: Callable[..., float], matmul: Matmul, hardware: Hardware) -> float:
-    """Seconds of a dot whose result has its place on chip: see `Hardware.places_slowly` and `spares_writing`.
-
-    Args:
-      timed: `matmul_s` of the dot, but for where its result is.
-      matmul: the dot.
-      hardware: where it runs.
-    """
-    return timed(result_on_chip=True)

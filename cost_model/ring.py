@@ -20,7 +20,7 @@ from cost_model.axis import Axis
 from cost_model.dtypes import dtype_bytes
 from cost_model.hardware import Hardware
 from cost_model.matmul import Matmul, matmul_s
-from cost_model.on_chip import Whole, beside_bytes, side_bytes, staying_s, wholes
+from cost_model.on_chip import Whole, beside_bytes, side_bytes, wholes
 from cost_model.ring_copies import (
     adding_s,
     copies_at_once_s,
@@ -391,15 +391,15 @@ def _first_reads_s(work: RingWork, placed: OnChip, axis: Axis, spare_s: float) -
     """By how much the first step's dots of a gather take longer, which read main memory.
 
     A device's own shard is brought on chip beside the first dot, which reads it where it is, unless it is cut
-    into pieces. So it is with what
-    the dots of several matmuls share, for the first of them; if that is little, it comes later, and those of two
-    steps read it where it is (v5e, v6e: 0.6 MB, and not 2). What of it those ``spare_s`` hide in which a step's
-    hops outlast its dots is not counted.
+    into pieces. What later ones of several matmuls share is there in time, but if it is little: then it comes
+    later, and the dots of two steps read it where it is (see `LITTLE`). What of this is hidden by the
+    ``spare_s`` by which a step's hops outlast its dots is not counted.
     """
     hardware = axis.hardware
     if work.collective != "all_gather" or hardware.network != "torus":
         return 0.0
-    cut = entering_s(work, hardware) > 0
+    # Nor where each step's first dot reads its shard so anyway.
+    near_at_once = placed.arriving is not None or entering_s(work, hardware) > 0
     own_s = again_s = 0.0
     each = zip(work.pairs, placed.near, placed.results, strict=True)
     for number, ((piece, whole), (lhs, rhs), grows) in enumerate(each):
@@ -411,7 +411,7 @@ def _first_reads_s(work: RingWork, placed: OnChip, axis: Axis, spare_s: float) -
         along = _along(piece, whole) if not work.joined else None
         dot_s = functools.partial(matmul_s, piece, hardware, result_on_chip=grows, placed=along)
         near_s = dot_s(lhs_on_chip=lhs, rhs_on_chip=rhs)
-        if not cut:
+        if not near_at_once:
             own_s += dot_s(lhs_on_chip=lhs and sent != "lhs", rhs_on_chip=rhs and sent != "rhs") - near_s
         if little:
             again_s += dot_s(lhs_on_chip=lhs and sent == "lhs", rhs_on_chip=rhs and sent == "rhs") - near_s
@@ -535,14 +535,12 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool,
         is_sum = is_sum and (adds or gathered)
         added, made = adds and is_sum, last or not is_sum
         along = _along(mean, whole) if gathered and not work.joined and made else None
-        in_place = made and grows
-        stays = in_place and not hardware.places_slowly if made else sum_after
+        stays = grows if made else sum_after
         for share, piece in _sizes(mean, whole, along, 1 if work.halves else work.pieces, hardware):
             if is_sum:
                 piece = dataclasses.replace(piece, out_dtype=whole.result_dtype if last else work.accumulator)
             elif adds and _adds_apart(work, hardware):
-                piece = dataclasses.replace(piece, out_dtype="float32")
-                stays = _made_near(piece, hardware)
+                piece, stays = dataclasses.replace(piece, out_dtype="float32"), _made_near(piece, hardware)
             dot_s = functools.partial(
                 matmul_s,
                 piece,
@@ -552,8 +550,7 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool,
                 accumulator_on_chip=added and sum_before,
                 placed=along,
             )
-            near = functools.partial(dot_s, lhs_on_chip=lhs, rhs_on_chip=rhs)
-            near_s = staying_s(near, piece, hardware) if in_place else near()
+            near_s = dot_s(lhs_on_chip=lhs, rhs_on_chip=rhs)
             if placed.arriving and not number:
                 far_s = dot_s(
                     lhs_on_chip=lhs and placed.arriving != "lhs", rhs_on_chip=rhs and placed.arriving != "rhs"

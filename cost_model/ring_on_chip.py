@@ -227,7 +227,7 @@ def _arrives_beside(work: RingWork, sent: Side, held_bytes: float, hardware: Har
     """
     one = len(work.matmuls) == 1 and work.piece[0].k == work.matmuls[0].k
     rows = work.piece[0].batch == work.matmuls[0].batch
-    if not one or not hardware.receives_on_chip or (rows and hardware.spares_writing):
+    if not one or not hardware.receives_on_chip or (rows and not hardware.rows_arrive):
         return False
     arriving_bytes = max(work.shard_bytes / work.columns, side_bytes(work.piece[0], sent))
     shards = 2 * SHARDS_BESIDE if work.halves else SHARDS_BESIDE
@@ -287,9 +287,8 @@ def _grow(work: RingWork, held_bytes: float, hardware: Hardware) -> tuple[bool, 
     Those of rows or of a batch's matrices (v6e, 2 to 42 MB: such rings were priced 1.1 to 1.5 times as long
     as they took), and those of sums that stay there, if each piece has its own, or each column of joined
     pieces: those of one sum for all pieces its last dot was seen to write to main memory itself. So do those
-    of several sums, but where they are little and of columns or of pieces that begin within tiles, or where
-    putting results into their place on chip is slow anyhow (v6e: so did 1 MB, and neither 12 and 21 MB nor 1
-    MB of whole tiles: 20 compiled rings were priced up to 19 % too fast).
+    of several sums, but where they are little and of columns or of pieces that begin within tiles (v6e: so
+    did 1 MB, and neither 12 and 21 MB nor 1 MB of whole tiles: 20 compiled rings were up to 19 % too fast).
     """
     none = (False,) * len(work.matmuls)
     if work.collective != "all_gather":

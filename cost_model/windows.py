@@ -28,7 +28,7 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -63,14 +63,17 @@ Along = Literal["rows", "columns"]
 
 Near = Literal["never", "between", "short", "whole"]
 """How windows of a result that stays on chip count: not at all; all (v4); all, but with the bytes that the
-compiler takes too many (v5e, 7x: none of float32); or those but for the last one's and those between windows of
-columns, where K is whole (v6e)."""
+compiler takes too many (v5e, 7x: none of float32); or those but for the last one's and those between windows
+of columns, where K is whole (v6e)."""
 
 RETRY_BYTES: Final = 2**21
 """By how much less the memory for windows is in every further try, where they did not fit."""
 
 MOST_RETRIES: Final = 8
 """After so many the windows are taken as they are."""
+
+COPY_BYTES: Final = 2
+"""Of an element of rows that are copied, which was not reckoned with."""
 
 LIMIT_BYTES: Final = 2**25
 """What they may take, where the compiler tries again."""
@@ -215,8 +218,8 @@ class Fused:
 def cycles(of: Fused, rates: Rates) -> float:
     """Cycles that the compiler estimates, for the best of all windows that fit on chip.
 
-    Where they turn out not to fit, the compiler tries again with less memory, and then with so much less again
-    as was missing, and a bit (7x).
+    Where they turn out not to fit, the compiler tries again with less memory, and then with as much less as
+    was missing, and a bit (7x).
     """
     found = _Search(of, rates)
     for tried in range(1, MOST_RETRIES + 1):
@@ -252,47 +255,45 @@ class _Search:
         self.batch = np.array(_batches(of.batch), float)[:, None, None]
         self.rows = self._rows()
 
+    @functools.cached_property
+    def _best(self) -> tuple[int, float]:
+        """The index of the best windows, or of the smallest, if none fits; and their cycles."""
+        held_bytes, cycles = self._vmem_bytes(), self._cycles()
+        found = np.where(held_bytes <= self._room_bytes, cycles, np.inf)
+        index = int(found.argmin())
+        if not math.isfinite(found.flat[index]):
+            index = int(held_bytes.argmin())
+        return index, float(cycles.flat[index])
+
     @property
     def least(self) -> float:
-        """Cycles of the best windows; of the smallest, if none fits."""
-        return float(self._cycles().flat[self._best])
-
-    @functools.cached_property
-    def _best(self) -> int:
-        """The index of those windows."""
-        held_bytes = self._vmem_bytes()
-        fits = held_bytes <= self._room_bytes
-        return int(np.where(fits, self._cycles(), np.inf).argmin() if fits.any() else held_bytes.argmin())
+        """Cycles of the best windows."""
+        return self._best[1]
 
     @property
     def lacking_bytes(self) -> float:
         """By how much the best windows turn out not to fit.
 
-        Where rows are no whole packed tiles the compiler copies a window of them, which it does not reckon
-        with (7x: usage in its log is within 12 % of this, of 11 windows).
+        Where their rows are no whole packed tiles the compiler copies them, which it does not reckon with
+        (7x: five such windows took 0 to 15 % more than this, by its log).
         """
         if not self.rates.retries or self.of.unit == "int8":
             return 0.0
-        batches, down, deep, across = self._counts()
+        batch, rows, k, lanes, *counts = (
+            float(np.broadcast_to(each, self._vmem_bytes().shape).flat[self._best[0]])
+            for each in (self.batch, self.rows, self.k, self.lanes, *self._counts())
+        )
+        if rows % PACKED_ROWS[self.of.unit] == 0:
+            return 0.0
+        batches, down, deep, across = counts
         if self.turned:
             down, across = across, down
-        taken: _Floats = np.zeros(1)
-        for sublanes, steps in ((True, down), (False, across)):
+        taken = COPY_BYTES * rows * k + rows * lanes * (SUM_BYTES if deep > 1 else SUM_BYTES / 2)
+        for sublanes, size, steps in ((True, rows, down), (False, lanes, across)):
             width, near = self._operand(sublanes=sublanes)
-            elements = (self.rows if sublanes else self.lanes) * self.k
-            lone = (batches == 1) & (steps == 1) & (deep == 1)
-            buffers = 0.0 if near else np.where(lone, 1.0, 2.0)
-            odd = self.rows % PACKED_ROWS[self.of.unit] > 0 if sublanes else False
-            taken = taken + self.batch * elements * (width * buffers + 2 * odd)
-        sums = np.where(deep > 1, SUM_BYTES, SUM_BYTES / 2)
-        taken = taken + self.batch * self.rows * self.lanes * sums
-        of_best = np.broadcast_to(taken, np.broadcast_shapes(taken.shape, self._vmem_bytes().shape)).flat[
-            self._best
-        ]
-        shape = np.broadcast_shapes(taken.shape, self._vmem_bytes().shape)
-        if not np.broadcast_to(self.rows % PACKED_ROWS[self.of.unit] > 0, shape).flat[self._best]:
-            return 0.0
-        return float(of_best) - LIMIT_BYTES
+            if not near:
+                taken += size * k * width * (1 if batches == steps == deep == 1 else 2)
+        return batch * taken - LIMIT_BYTES
 
     @property
     def _room_bytes(self) -> float:

@@ -448,7 +448,7 @@ def test_more_bytes_never_shorten_the_collective(pattern: Any) -> None:
 def test_beside_other_rings_more_must_be_gained() -> None:
     """As in a program of several (`passes.network`): alone 3 % is enough on v5p, there 5 %."""
     axis = Axis(by_name("tpu_v5p"), 4)
-    less, more = (explain(chain_of("dot_psum", rows, 640, 2560), axis) for rows in (4096, 16384))
+    less, more = (explain(chain_of("dot_psum", rows, 640, 2560), axis) for rows in (16384, 65536))
     assert less.pays and more.pays
     assert str(less).splitlines()[-1] == (
         "Beside other rings in one program, which share what is on chip, it must gain 5%: "

@@ -473,13 +473,16 @@ def test_the_first_shard_has_gone_when_the_last_comes(devices: int, shards: floa
 
 
 def test_the_first_dot_waits_for_the_operand_that_all_pieces_share() -> None:
-    """The weights' 2e6 bytes; a hop of 6e6 bytes that the dots do not hide gives them time to come."""
+    """The weights' 2e6 bytes; a hop of 6e6 bytes that the dots do not hide gives them time to come.
+
+    The first dot reads its own shard where that is, in 2 ms more; where its hop lasts longer, that is hidden.
+    """
     whole = Matmul(m=4000, k=1000, n=1000)
     near, far = (
         estimate(_work(matmuls=(whole,), shard_bytes=0), Axis(hardware, 4)) for hardware in (_ROOMY, _PLAIN)
     )
     dots_s = 4 * (near_s := matmul_s(_M, _ROOMY, lhs_on_chip=True, rhs_on_chip=True))
-    assert near.overlapped_s == pytest.approx(2e-3 + dots_s)
+    assert near.overlapped_s == pytest.approx(2e-3 + 2e-3 + dots_s)
     assert far.overlapped_s == pytest.approx(4 * _M_S)
     bound = estimate(_work(matmuls=(whole,), shard_bytes=6e6), Axis(_ROOMY, 4))
     assert bound.overlapped_s == pytest.approx(near_s + 3 * 6e-3)
@@ -725,14 +728,6 @@ def test_results_that_grow_on_the_chip_leave_it_at_the_end() -> None:
     # The last dot finds the rest gone, and writes to main memory.
     grown_s = waited_s + 7 * near_s + far_s + brought_s
     assert estimate(work, Axis(growing, 4)).partials_s == pytest.approx(grown_s)
-    placing = dataclasses.replace(growing, places_slowly=True)
-    slower_s = waited_s + 8 * far_s + brought_s
-    assert estimate(work, Axis(placing, 4)).partials_s == pytest.approx(slower_s)
-    # Writing is what such a dot may be spared all the same.
-    spared = dataclasses.replace(placing, spares_writing=True)
-    written_s = _M.result_bytes / _PLAIN.hbm_bytes_per_s
-    spared_s = far_s - written_s
-    assert estimate(work, Axis(spared, 4)).partials_s == pytest.approx(waited_s + 8 * spared_s + brought_s)
     # Beside two little shards the chip may be full.
     assert estimate(work, Axis(dataclasses.replace(growing, results_on_chip=0.9), 4)) == estimate(
         work, Axis(growing, 4)
@@ -740,9 +735,10 @@ def test_results_that_grow_on_the_chip_leave_it_at_the_end() -> None:
     too_small = dataclasses.replace(growing, on_chip_bytes=9.99e6)
     none = dataclasses.replace(growing, results_on_chip=0.0)
     assert on_chip(work, 4, too_small).results == on_chip(work, 4, none).results == (False,)
-    # Where they do not grow, shards arrive in their place.
+    # Where they do not grow, shards arrive in their place; the first dot reads the device's own elsewhere.
+    own_s = _M.lhs_bytes / _PLAIN.hbm_bytes_per_s
     arrived_s = matmul_s(_M, _PLAIN, lhs_on_chip=True, rhs_on_chip=True)
-    assert estimate(work, Axis(none, 4)).partials_s == pytest.approx(waited_s + 8 * arrived_s)
+    assert estimate(work, Axis(none, 4)).partials_s == pytest.approx(waited_s + own_s + 8 * arrived_s)
     for shard_bytes, grows in ((1e4, True), (1e5, False)):
         carried = dataclasses.replace(work, shard_bytes=shard_bytes, collective_shard_bytes=shard_bytes)
         roomy = dataclasses.replace(growing, on_chip_bytes=10.1e6, results_on_chip=0.9)
@@ -758,9 +754,10 @@ def test_the_only_result_leaves_while_the_last_dot_waits_for_its_hop() -> None:
     brought_s = whole.result_bytes / roomy.hbm_bytes_per_s
     in_main = dataclasses.replace(short.hardware, results_on_chip=0.0, places_slowly=True)
     stays = dataclasses.replace(short.hardware, places_slowly=True)
-    # No hop to wait for: all of it is seen.
+    # No hop to wait for: all of it is seen. In main memory's stead shards arrive, but for the first.
+    own_s = _M.lhs_bytes / roomy.hbm_bytes_per_s
     seen_s = estimate(one, Axis(stays, 4)).overlapped_s - estimate(one, Axis(in_main, 4)).overlapped_s
-    assert seen_s == pytest.approx(brought_s)
+    assert seen_s == pytest.approx(brought_s - own_s)
     # Hops that last longer than the dots and that: nothing is.
     slow = dataclasses.replace(stays, link_bytes_per_s=1e4 / (10 * dots.partials_s))
     unseen = dataclasses.replace(in_main, link_bytes_per_s=slow.link_bytes_per_s)
@@ -787,7 +784,9 @@ def test_results_of_several_dots_leave_beside_those_of_the_others() -> None:
         brought_s = whole.result_bytes / placing.hbm_bytes_per_s
         beside_s = (count - 1) * 2 * matmul_s(_M, placing, lhs_on_chip=True, rhs_on_chip=True)
         hidden_s = max(0.0, (count - 1) * brought_s - beside_s)
-        assert grown - written == pytest.approx(brought_s + hidden_s)
+        # In main memory's stead shards arrive, but for the first.
+        own_s = _M.lhs_bytes / placing.hbm_bytes_per_s
+        assert grown - written == pytest.approx(brought_s + hidden_s - own_s)
 
 
 def test_of_what_just_fits_on_the_chip_the_worse_is_taken() -> None:
@@ -845,7 +844,8 @@ def test_products_that_are_turned_round_take_longer_to_add_up() -> None:
     on_v6e = Axis(by_name("tpu_v6e"), 8)
     wide, none = (_scatter_of_columns(on_v6e, 144, apart_bytes=each) for each in (4e6, 0.0))
     difference_s = estimate(wide, on_v6e).partials_s - estimate(none, on_v6e).partials_s
-    assert difference_s / 7 * on_v6e.hardware.hbm_bytes_per_s == pytest.approx(4e6)
+    added_bytes = difference_s / 7 * on_v6e.hardware.hbm_bytes_per_s
+    assert added_bytes == pytest.approx(on_v6e.hardware.adding * 4e6)
 
 
 @pytest.mark.parametrize(
