@@ -404,8 +404,9 @@ def _first_reads_s(work: RingWork, placed: OnChip, axis: Axis, spare_s: float) -
     each = zip(work.pairs, placed.near, placed.results, strict=True)
     for number, ((piece, whole), (lhs, rhs), grows) in enumerate(each):
         sent = sent_side(work, axis.size, number)
-        shared = placed.awaited_bytes[number] if number else 0.0
-        little = hardware.receives_on_chip and LITTLE[0] <= shared < LITTLE[1]
+        # Beside another ring's dots all of it is fetched before.
+        awaited_bytes = placed.awaited_bytes[number] if 0 < number < len(placed.awaited_bytes) else 0.0
+        little = hardware.receives_on_chip and LITTLE[0] <= awaited_bytes < LITTLE[1]
         if number and not little:
             continue
         along = _along(piece, whole) if not work.joined else None
