@@ -171,7 +171,7 @@ def summary() -> dict[str, tuple[str, str]]:
         ),
         "decisions": (
             f"{judged['share']:.1%} right, mean regret {judged['mean_regret']:.1%}, "
-            f"{len(judged['losses'])} losses",
+            f"{len(judged['losses'])} loss{'' if len(judged['losses']) == 1 else 'es'}",
             "modelled",
         ),
         "matmul_model": (
