@@ -789,6 +789,24 @@ def test_results_of_several_dots_leave_beside_those_of_the_others() -> None:
         assert grown - written == pytest.approx(brought_s + hidden_s - own_s)
 
 
+@pytest.mark.parametrize(("columns", "late"), [(100, False), (256, True), (1024, False)])
+def test_what_later_matmuls_share_comes_late_if_it_is_little(columns: int, late: bool) -> None:
+    """x[400, 1000] gathered on rows for two weights of 0.2, 0.5 and 2 MB: two steps' dots read the second's."""
+    whole = Matmul(m=400, k=1000, n=columns)
+    piece = dataclasses.replace(whole, m=100)
+    roomy = dataclasses.replace(_PLAIN, on_chip_bytes=1e9)
+    work = _work(matmuls=(whole,) * 2, piece=(piece,) * 2, shard_bytes=0, collective_shard_bytes=0)
+    near_s, far_s, own_far_s = (
+        matmul_s(piece, roomy, lhs_on_chip=lhs, rhs_on_chip=rhs)
+        for lhs, rhs in ((True, True), (True, False), (False, True))
+    )
+    weight_s = whole.rhs_bytes / roomy.hbm_bytes_per_s
+    waited_s = weight_s + max(0.0, weight_s - near_s)
+    own_s = (1 + late) * (own_far_s - near_s)
+    wanted_s = waited_s + own_s + 8 * near_s + late * 2 * (far_s - near_s)
+    assert estimate(work, Axis(roomy, 4)).partials_s == pytest.approx(wanted_s)
+
+
 def test_of_what_just_fits_on_the_chip_the_worse_is_taken() -> None:
     """v6e, 94 MiB that all dots share, where sums have no room beside it: 440 µs in place of 206."""
     v6e = by_name("tpu_v6e")
