@@ -791,7 +791,7 @@ def test_results_of_several_dots_leave_beside_those_of_the_others() -> None:
 
 @pytest.mark.parametrize(("columns", "late"), [(100, False), (256, True), (1024, False)])
 def test_what_later_matmuls_share_comes_late_if_it_is_little(columns: int, late: bool) -> None:
-    """x[400, 1000] gathered on rows for two weights of 0.2, 0.5 and 2 MB: two steps' dots read the second's."""
+    """x[400, 1000] gathered on rows for two weights of 0.2, 0.5 or 2 MB: two steps' dots read the second."""
     whole = Matmul(m=400, k=1000, n=columns)
     piece = dataclasses.replace(whole, m=100)
     roomy = dataclasses.replace(_PLAIN, on_chip_bytes=1e9)
