@@ -45,8 +45,8 @@ class Hardware:
         the next.
       results_on_chip: the part of that memory which the results of partial matmuls may fill, together with
         what is held there, to be put together in it.
-      places_slowly: whether a matmul that puts its result into its place in that memory takes as long as one
-        that writes it to main memory.
+      places_slowly: whether a matmul that puts its result into its place in that memory takes about as long
+        as one that writes it to main memory.
       receives_on_chip: whether what collectives bring may arrive in that memory.
       rows_arrive: whether that is so for the shards of rows that a gather's only dot reads.
       fetches_shards: whether a shard is brought there before its dot: one that takes little room, and a whole

@@ -279,13 +279,12 @@ class _Search:
         """
         if not self.rates.retries or self.of.unit == "int8":
             return 0.0
-        batch, rows, k, lanes, *counts = (
-            float(np.broadcast_to(each, self._vmem_bytes().shape).flat[self._best[0]])
-            for each in (self.batch, self.rows, self.k, self.lanes, *self._counts())
+        arrays = np.broadcast_arrays(self.batch, self.rows, self.k, self.lanes, *self._counts())
+        batch, rows, k, lanes, batches, down, deep, across = (
+            float(each.flat[self._best[0]]) for each in arrays
         )
         if rows % PACKED_ROWS[self.of.unit] == 0:
             return 0.0
-        batches, down, deep, across = counts
         if self.turned:
             down, across = across, down
         taken = COPY_BYTES * rows * k + rows * lanes * (SUM_BYTES if deep > 1 else SUM_BYTES / 2)
