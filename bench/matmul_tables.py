@@ -352,7 +352,7 @@ def _matmul_s(sample: Sample, hardware: Hardware) -> float:
         hardware,
         lhs_on_chip=sample.lhs != 0,
         rhs_on_chip=sample.rhs != 0,
-        result_on_chip=sample.result != 0 and not (placed and hardware.places_slowly),
+        result_on_chip=sample.result != 0,
         accumulator={0: None, 2: "bfloat16", 4: "float32"}[sample.accumulator_width],
         accumulator_on_chip=bool(sample.accumulator),
         placed="rows" if placed else None,

@@ -40,7 +40,7 @@ def _errors(chip: str) -> list[float]:
             hardware,
             lhs_on_chip=lhs != 0,
             rhs_on_chip=rhs != 0,
-            result_on_chip=result != 0 and not (placed and hardware.places_slowly),
+            result_on_chip=result != 0,
             accumulator={0: None, 2: "bfloat16", 4: "float32"}[width],
             accumulator_on_chip=bool(added),
             placed="rows" if placed else None,
