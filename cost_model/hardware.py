@@ -41,14 +41,12 @@ class Hardware:
         launch. It is why many small matmuls take longer than a large one.
       on_chip_bytes: the largest operand used again that stays close to the matrix unit: of TPUs as their
         compilers were seen to keep it (of 64 or 128 MiB of VMEM), else half of that memory (L2).
-      accumulator_on_chip_bytes: the largest partial sum that stays in that memory from one partial matmul to
-        the next.
+      keeps_sums: whether partial sums may stay in that memory from one partial matmul to the next.
       results_on_chip: the part of that memory which the results of partial matmuls may fill, together with
         what is held there, to be put together in it.
       places_slowly: whether a matmul that puts its result into its place in that memory takes about as long
         as one that writes it to main memory.
       receives_on_chip: whether what collectives bring may arrive in that memory.
-      rows_arrive: whether that is so for the shards of rows that a gather's only dot reads.
       fetches_shards: whether a shard is brought there before its dot: one that takes little room, and a whole
         one that a step's only dot contracts.
       fetches_sums: whether a partial sum that is added to by turns with others is brought there beside their
@@ -112,11 +110,10 @@ class Hardware:
     matmul_overhead_s: float
     matmul_tile: tuple[int, int, int]
     on_chip_bytes: float
-    accumulator_on_chip_bytes: float = 0.0
+    keeps_sums: bool = False
     results_on_chip: float = 0.0
     places_slowly: bool = False
     receives_on_chip: bool = True
-    rows_arrive: bool = True
     fetches_shards: bool = False
     fetches_sums: bool = False
     cuts_on_chip: bool = True
@@ -167,7 +164,6 @@ class Hardware:
                     f"hardware {self.name!r}: {field} must be positive and finite, got {value!r}"
                 )
         for field in (
-            "accumulator_on_chip_bytes",
             "results_on_chip",
             "copy_overhead_s",
             "adding",
@@ -215,11 +211,6 @@ class Hardware:
             raise ValueError(f"hardware {self.name!r}: peak_flops must name at least one dtype")
         for dtype, _ in self.peak_flops:
             parse_dtype(dtype)
-
-    @property
-    def keeps_sums(self) -> bool:
-        """Whether partial sums may stay on chip from one partial matmul to the next."""
-        return self.accumulator_on_chip_bytes > 0
 
     @property
     def stops_s(self) -> float:

@@ -129,7 +129,11 @@ def copies_s(work: RingWork, axis_size: int, hardware: Hardware, *, cut_out: boo
         if side is not None and (near or not cut_out) and not _at_once(work, axis_size, number, hardware):
             # All columns need the same blocks, and compilers cut them once.
             factor = _cutting(work, piece, side, hardware, near=near)
-            copied_bytes += factor * work.dots * side_bytes(piece, side) / work.columns
+            cut_bytes = work.dots * side_bytes(piece, side)
+            if work.collective == "reduce_scatter" and side == "lhs" and not near:
+                # Pieces that all read the same block find it cut once; not those cut from what is on chip.
+                cut_bytes = min(cut_bytes, side_bytes(whole, side) / axis_size)
+            copied_bytes += factor * cut_bytes / work.columns
             copies += 0 if near else work.pieces / work.columns
     return copies * hardware.copy_overhead_s + 2 * copied_bytes / hardware.hbm_bytes_per_s
 

@@ -35,6 +35,11 @@ of 117)."""
 SHARDS_BESIDE: Final = 3
 """Shards that there must be room for on chip for those of a gather to arrive there."""
 
+ARRIVING_FLOPS: Final = 2.4e11
+"""Floating-point operations of a step's dots up to which its shards arrive on chip. Longer dots were seen to
+read them from main memory, whatever their size (of 100 compiled gathers those of 2.3e11 on v6e and of 2.5e11
+on v5e arrived, and not those of 2.45e11 and 2.6e11)."""
+
 Near = tuple[bool, bool]
 """Whether the left and the right operand are on chip before a dot starts."""
 
@@ -109,6 +114,8 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
             arriving = sent if near[sent] else None
         if sent is not None and _arrives_beside(work, sent, held_bytes, hardware):
             near[sent] = True
+        if sent is not None and hardware.receives_on_chip:
+            near[sent] = near[sent] and _step_flops(work) <= ARRIVING_FLOPS
         if sent is not None and _comes_whole(work, hardware) and side_bytes(piece, sent) <= room_bytes:
             near[sent], arriving = True, None
         cut = _read_by_blocks(work, axis_size, number)
@@ -118,6 +125,8 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
             near[cut] = kept or needed_bytes <= room_bytes
             if work.collective == "reduce_scatter" and not apart and not kept:
                 near[cut] = near[cut] and hardware.cuts_on_chip
+            if _stay_far(work, number, hardware):
+                near[cut] = near[cut] and side_bytes(whole, cut) <= hardware.on_chip_bytes
             if near[cut] and not apart and not kept:
                 held_bytes += needed_bytes
                 room_bytes -= needed_bytes
@@ -146,6 +155,22 @@ def _sums_beside_strips_bytes(work: RingWork, number: int, hardware: Hardware) -
     piece, whole = work.piece[number], work.matmuls[number]
     strips = work.collective == "reduce_scatter" and piece.stationary(whole) is None
     return 2 * piece.result_bytes if strips and hardware.receives_on_chip else 0.0
+
+
+def _stay_far(work: RingWork, number: int, hardware: Hardware) -> bool:
+    """Whether blocks that were cut early, and all pieces read, are not fetched if they do not fit together.
+
+    Of five compiled rings of v6e (of 285 and 432 MB) none were; those of v5e, and those that one dot reads,
+    were fetched beside the dots before.
+    """
+    piece, whole = work.piece[number], work.matmuls[number]
+    across = piece.m < whole.m and piece.n < whole.n
+    return work.cut == "early" and across and not hardware.places_slowly
+
+
+def _step_flops(work: RingWork) -> float:
+    """Floating-point operations of the dots of one step."""
+    return work.dots * sum(2.0 * piece.batch * piece.m * piece.k * piece.n for piece in work.piece)
 
 
 def _fits_beside(work: RingWork, held_bytes: float, hardware: Hardware) -> bool:
@@ -226,8 +251,7 @@ def _arrives_beside(work: RingWork, sent: Side, held_bytes: float, hardware: Har
     of 64 that did not have room (v4) did not.
     """
     one = len(work.matmuls) == 1 and work.piece[0].k == work.matmuls[0].k
-    rows = work.piece[0].batch == work.matmuls[0].batch
-    if not one or not hardware.receives_on_chip or (rows and not hardware.rows_arrive):
+    if not one or not hardware.receives_on_chip:
         return False
     arriving_bytes = max(work.shard_bytes / work.columns, side_bytes(work.piece[0], sent))
     shards = 2 * SHARDS_BESIDE if work.halves else SHARDS_BESIDE
@@ -285,10 +309,12 @@ def _grow(work: RingWork, held_bytes: float, hardware: Hardware) -> tuple[bool, 
     """Which of a gather's results are put together on chip: the last ones that fit beside what is held.
 
     Those of rows or of a batch's matrices (v6e, 2 to 42 MB: such rings were priced 1.1 to 1.5 times as long
-    as they took), and those of sums that stay there, if each piece has its own, or each column of joined
-    pieces: those of one sum for all pieces its last dot was seen to write to main memory itself. So do those
-    of several sums, but where they are little and of columns or of pieces that begin within tiles (v6e: so
-    did 1 MB, and neither 12 and 21 MB nor 1 MB of whole tiles: 20 compiled rings were up to 19 % too fast).
+    as they took), and those of sums that stay there, if each column of a ring makes some of their rows (v6e:
+    0.7 to 72 MB, of which 20 compiled rings were priced 10 to 45 % too long).
+
+    Of other sums the last dot writes them to main memory itself, where they are not little, and of columns or
+    of pieces that begin within tiles, each with a sum of its own, or each column of joined pieces (v6e: 1 MB
+    of those, and neither 12 and 21 MB nor 1 MB of whole tiles: 20 compiled rings were up to 19 % too fast).
     """
     none = (False,) * len(work.matmuls)
     if work.collective != "all_gather":
@@ -296,19 +322,20 @@ def _grow(work: RingWork, held_bytes: float, hardware: Hardware) -> tuple[bool, 
     placed = not work.joined and all(
         piece.k == whole.k and (piece.m < whole.m or piece.batch < whole.batch) for piece, whole in work.pairs
     )
-    several = work.accumulators > 1 or (work.joined and work.columns > 1)
+    strips = work.columns > 1 and all(piece.m < whole.m for piece, whole in work.pairs)
+    several = strips or work.accumulators > 1 or (work.joined and work.columns > 1)
     apart = several and all(piece.k < whole.k for piece, whole in work.pairs)
     sum_bytes = sum(p.batch * p.m * p.n for p in work.piece) * dtype_bytes(work.accumulator)
     if not (placed or (apart and sums_stay(work, sum_bytes, held_bytes, hardware))):
         return none
     largest_bytes = max(whole.result_bytes for whole in work.matmuls)
     between = work.columns > 1 or any(_begins_between_tiles(piece, whole) for piece, whole in work.pairs)
-    if not (placed or (between and largest_bytes <= beside_bytes(0, hardware))):
+    if not (placed or strips or (between and largest_bytes <= beside_bytes(0, hardware))):
         return none
     room_bytes = hardware.results_on_chip * hardware.on_chip_bytes
     if room_bytes:
         # What is left beside two shards on their way, where these are little (v6e: 94 MB stayed, 99 did not).
-        room_bytes = max(room_bytes, hardware.on_chip_bytes - 2 * work.shard_bytes)
+        room_bytes = max(room_bytes, hardware.on_chip_bytes - 2 * work.shard_bytes / work.columns)
     room_bytes -= held_bytes
     found: list[bool] = []
     for whole in reversed(work.matmuls):
@@ -339,8 +366,13 @@ def sum_near(work: RingWork, sum_bytes: float, held_bytes: float, hardware: Hard
 def sums_stay(work: RingWork, sum_bytes: float, held_bytes: float, hardware: Hardware) -> bool:
     """Whether partial sums stay on chip from one dot to the next.
 
-    Those of a gather stay beside the operands that are held there, if there is room. Those of a scatter come
-    and go: they must be little, and arrive there.
+    Those of a gather stay if there is room beside the operands that are held, and for one more of them,
+    since a dot makes its sum beside the one that it reads (v5e, v6e, 7x: 15 compiled rings whose sums were
+    taken to be too large at 12 to 32 MB were priced two to three times as long as they took).
+
+    Those of a scatter come and go: they must arrive there, and be little, or have room for two of each piece
+    where dots cut their blocks themselves (v6e: of 12 and 14 MB beside nothing, four pieces of 7 MB beside 24;
+    where blocks were cut early they did not).
 
     Args:
       work: the rings.
@@ -348,8 +380,15 @@ def sums_stay(work: RingWork, sum_bytes: float, held_bytes: float, hardware: Har
       held_bytes: of the operands that are held.
       hardware: where they run.
     """
-    kept = sum_bytes * work.accumulators <= hardware.accumulator_on_chip_bytes
+    if not hardware.keeps_sums:
+        return False
     if work.collective == "all_gather":
-        return kept and held_bytes + sum_bytes * work.accumulators <= hardware.on_chip_bytes
-    arrives = hardware.receives_on_chip and hardware.results_on_chip > 0 and not hardware.places_slowly
-    return kept and arrives and sum_bytes <= beside_bytes(0, hardware)
+        elements = [piece.batch * piece.m * piece.n for piece in work.piece]
+        made_bytes = sum_bytes * max(elements) / sum(elements)
+        return sum_bytes * work.accumulators + max(held_bytes, made_bytes) <= hardware.on_chip_bytes
+    if not hardware.receives_on_chip or hardware.results_on_chip == 0 or hardware.places_slowly:
+        return False
+    room_bytes = beside_bytes(0, hardware)
+    if work.cut == "dot":
+        room_bytes = max(room_bytes, (hardware.on_chip_bytes - held_bytes) / (2 * work.pieces))
+    return sum_bytes <= room_bytes

@@ -44,6 +44,9 @@ PACKED_ROWS: Final = {"int8": NARROW_ROWS, "bfloat16": 2 * SUBLANES, "float32": 
 SUM_BYTES: Final = 8
 """Bytes on chip of an element of the result: a float32 sum, and two buffers of what leaves."""
 
+SINGLE_BYTES: Final = 4
+"""Those of the sum alone."""
+
 LEAVING: Final = {1: 6.0, 2: 6.0}
 """Bytes for which an element of the result is taken to leave, by its width; others are taken as they are."""
 
@@ -331,6 +334,13 @@ class _Search:
     def _sum_bytes(self) -> float:
         return SUM_BYTES + 2 * self.of.read_width
 
+    @property
+    def _lone_sum_bytes(self) -> float:
+        """The same where the result is one window: there is no second buffer, and a float32 one holds the sum."""
+        of = self.of
+        rounded = of.out_width < SINGLE_BYTES
+        return SINGLE_BYTES * rounded + of.out_width + of.read_width
+
     def _operand(self, *, sublanes: bool) -> tuple[float, bool]:
         """Bytes per element of an operand, and whether it is on chip: that of the rows, or the other."""
         of = self.of
@@ -351,7 +361,8 @@ class _Search:
             down, across = across, down
         packed = PACKED_ROWS[self.of.unit]
         copied_rows = np.ceil(self.rows / packed) * packed
-        total = self.rows * self.lanes * self._sum_bytes
+        lone = (batches == 1) & (down == 1) & (across == 1)
+        total = self.rows * self.lanes * np.where(lone, self._lone_sum_bytes, self._sum_bytes)
         for sublanes, steps in ((True, down), (False, across)):
             width, near = self._operand(sublanes=sublanes)
             elements = (self.rows if sublanes else self.lanes) * self.k

@@ -61,7 +61,7 @@ _PLAIN = Hardware(
     matmul_overhead_s=1e-6,
     matmul_tile=(1, 1, 1),
     on_chip_bytes=1.0,
-    accumulator_on_chip_bytes=1e3,
+    keeps_sums=True,
     fuses_additions=False,
     slicing=0.0,
 )
@@ -395,19 +395,19 @@ def _summing(hardware: Hardware, **form: Any) -> Estimate:
 def test_an_accumulator_too_large_for_the_chip_is_read_and_written_by_every_dot() -> None:
     # Operands of 4e6 bytes; the first dot makes the sum, of 4e6 bytes, and the last the result, of 2e6.
     assert _summing(_PLAIN).partials_s == pytest.approx(4 * 1e-6 + 8e-3 + 2 * 12e-3 + 10e-3)
-    holding = dataclasses.replace(_PLAIN, on_chip_bytes=4e6, accumulator_on_chip_bytes=4e6)
+    holding = dataclasses.replace(_PLAIN, on_chip_bytes=8e6, cuts_on_chip=False)
     assert _summing(holding).partials_s == pytest.approx(_M_S + 3 * (4e-3 + 1e-6))
     # Joined, the blocks of 2e6 bytes of the other operand are copied too.
     joined = _summing(_PLAIN, directions=2, joined=True)
     blocks_s = 4 * 2 * JOINING_BLOCKS * 2e-3
     assert joined.partials_s == pytest.approx(_M_S + 3 * (12e-3 + 1e-6) + blocks_s)
-    roomy = dataclasses.replace(_PLAIN, on_chip_bytes=8e6, cuts_on_chip=False)
+    roomy = dataclasses.replace(holding, keeps_sums=False)
     near = _summing(roomy, directions=2, joined=True)
     assert near.partials_s == pytest.approx(_M_S + 3 * (12e-3 + 1e-6))
 
 
 def test_accumulators_of_pieces_must_fit_on_the_chip_together() -> None:
-    holding = dataclasses.replace(_PLAIN, on_chip_bytes=4e6, accumulator_on_chip_bytes=4e6)
+    holding = dataclasses.replace(_PLAIN, on_chip_bytes=8e6, cuts_on_chip=False)
     one, apart = (_summing(holding, directions=2, accumulators=count) for count in (1, 2))
     assert one.partials_s == pytest.approx(2 * (_M_S + 3 * (4e-3 + 1e-6)))
     assert apart.partials_s == pytest.approx(2 * (_M_S + 3 * (12e-3 + 1e-6)))
@@ -448,9 +448,9 @@ _ROOMY = dataclasses.replace(_PLAIN, on_chip_bytes=1e8)
         ({"columns": 2}, {"on_chip_bytes": 1e6}, 3.4e6 + 2e6),
         ({}, {"receives_on_chip": False}, 0.0),
         ({}, {"receives_on_chip": False, "on_chip_bytes": 1e7}, 8e6 + 4e6),
-        ({}, {"accumulator_on_chip_bytes": 3e6}, 4e6),
-        ({"columns": 2}, {"accumulator_on_chip_bytes": 1e6}, 2e6),
-        ({}, {"receives_on_chip": False, "accumulator_on_chip_bytes": 0.0}, 8e6 + 4e6),
+        ({}, {"keeps_sums": False}, 4e6),
+        ({"columns": 2}, {"keeps_sums": False}, 2e6),
+        ({}, {"receives_on_chip": False, "keeps_sums": False}, 8e6 + 4e6),
         ({}, {"network": "switch"}, 8e6),
     ],
     ids=str,
@@ -460,7 +460,7 @@ def test_sums_and_shards_that_stay_on_chip_take_no_memory(
 ) -> None:
     whole = dataclasses.replace(_M, k=4000)
     work = _work(matmuls=(whole,), shard_bytes=4e6, collective_shard_bytes=1e6, **form)
-    keeps = dataclasses.replace(_PLAIN, on_chip_bytes=2e7, accumulator_on_chip_bytes=4e6)
+    keeps = dataclasses.replace(_PLAIN, on_chip_bytes=2e7)
     axis = Axis(dataclasses.replace(keeps, **hardware), 4)
     assert estimate(work, axis).added_bytes == pytest.approx(needed_bytes - 4e6)
 
@@ -551,7 +551,7 @@ def test_kernels_beside_a_librarys_matmuls_add_partial_sums_up() -> None:
     work = dataclasses.replace(
         _gather(1000, 4000, 1000, 4), matmuls=(whole,), piece=(dataclasses.replace(whole, k=1000),)
     )
-    unfused = dataclasses.replace(_PLAIN, accumulator_on_chip_bytes=0.0)
+    unfused = dataclasses.replace(_PLAIN, keeps_sums=False)
     plain = estimate(work, Axis(unfused, 4))
     alone = estimate(work, Axis(dataclasses.replace(unfused, lone_matmuls=True, copy_overhead_s=1e-3), 4))
     # Three times both float32 summands are read and the sum is written, by an own kernel, where the matmul
@@ -895,7 +895,7 @@ def test_dots_of_few_rows_between_tiles_and_of_some_columns_are_slower(
 def test_blocks_of_what_was_fetched_whole_are_cut_out_sooner() -> None:
     """Of x[8000, 500], 8e6 bytes, or x[1000, 4000], where the chip keeps sums and has room for it."""
     roomy = dataclasses.replace(_PLAIN, on_chip_bytes=8e6, copy_overhead_s=1.0)
-    keeping_none = dataclasses.replace(roomy, accumulator_on_chip_bytes=0.0)
+    keeping_none = dataclasses.replace(roomy, keeps_sums=False)
     rows = _scatter(8000, 500, 1000, 4, 2, fused=False, cut="early")
     piece = Matmul(m=1000, k=1000, n=500)
     columns = _work(

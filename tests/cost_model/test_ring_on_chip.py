@@ -17,10 +17,8 @@ from cost_model.ring_work import Before
 ROOM: Hardware = dataclasses.replace(
     by_name("tpu_v5e"),
     on_chip_bytes=10e6,
-    accumulator_on_chip_bytes=1e6,
     results_on_chip=0.9,
     places_slowly=False,
-    rows_arrive=True,
 )
 """A chip with room for 10 MB, that holds all it can."""
 
@@ -185,7 +183,7 @@ def test_what_several_dots_read_arrives_there_if_it_fits_beside_what_is_held() -
     # For one dot three shards must have room beside w, and beside the 4e6 bytes of a result that grows there.
     assert near(1, on_chip_bytes=11e6) == near(1, on_chip_bytes=7e6, results_on_chip=0.0) == ((True, True),)
     assert near(1, on_chip_bytes=11e6 - 1) == ((False, True),)
-    assert near(1, receives_on_chip=False) == near(1, rows_arrive=False) == ((False, True),)
+    assert near(1, receives_on_chip=False) == ((False, True),)
     assert near(2) == ((True, True), (True, True))
     assert near(2, receives_on_chip=False) == ((False, True), (True, True))
     # Beside the 2e6 bytes of both w, a third of the room is enough.
@@ -267,20 +265,30 @@ def test_blocks_of_what_is_fetched_before_all_else_are_read_there_by_every_compi
 
 
 def test_sums_that_travel_stay_on_chip_only_where_they_arrive_there() -> None:
-    work = scatter()
+    work = scatter(cut="early")
     little = 0.5e6  # a sixteenth of the room is 625 kB
     assert sums_stay(work, little, 0, ROOM)
     assert not sums_stay(work, 0.7e6, 0, ROOM)
+    # Two of each direction's find room where blocks have not been cut before.
+    assert sums_stay(scatter(), 1e6, 6e6, ROOM)
+    assert not sums_stay(scatter(), 1e6, 6e6 + 1, ROOM)
+    assert not sums_stay(scatter(chains=2), 1e6, 6e6, ROOM)
     assert not sums_stay(work, little, 0, dataclasses.replace(ROOM, receives_on_chip=False))
     assert not sums_stay(work, little, 0, dataclasses.replace(ROOM, results_on_chip=0.0))
     assert not sums_stay(work, little, 0, dataclasses.replace(ROOM, places_slowly=True))
 
 
-def test_sums_of_a_gather_stay_if_all_of_them_fit() -> None:
+def test_sums_of_a_gather_stay_if_all_of_them_fit_and_one_more() -> None:
+    """Beside the sum that a dot reads it makes the next."""
     far = dataclasses.replace(ROOM, receives_on_chip=False, results_on_chip=0.0)
-    assert sums_stay(gather(), 1e6, 0, far)
-    assert not sums_stay(gather(), 1e6 + 1, 0, far)
-    assert not sums_stay(gather(accumulators=2), 0.6e6, 0, far)
+    assert sums_stay(gather(), 5e6, 0, far)
+    assert not sums_stay(gather(), 5e6 + 1, 0, far)
+    assert not sums_stay(gather(accumulators=2), 3.4e6, 0, far)
+    assert not sums_stay(gather(), 1e6, 0, dataclasses.replace(far, keeps_sums=False))
+    whole = Matmul(m=1000, k=4000, n=500)
+    four = gathers(whole, dataclasses.replace(whole, k=1000), 4)
+    assert sums_stay(four, 8e6, 0, far)
+    assert not sums_stay(four, 8e6 + 1, 0, far)
 
 
 def test_sums_of_a_gather_stay_beside_what_is_held_if_there_is_room() -> None:
@@ -336,7 +344,7 @@ def test_sums_that_weights_leave_no_room_for_are_read_from_main_memory(
         ({}, 2, 4e5, True, False),  # The sums of both pieces stay, and little results with them.
         ({}, 2, 8e5, False, True),
         ({}, 1, 4e5, False, True),
-        ({"accumulator_on_chip_bytes": 0.0}, 2, 4e5, False, True),
+        ({"keeps_sums": False}, 2, 4e5, False, True),
         ({"network": "switch"}, 1, 4e5, False, False),
     ],
 )
@@ -344,7 +352,7 @@ def test_results_of_sums_leave_with_the_last_dots_unless_they_are_little(
     changes: dict[str, Any], pieces: int, result_bytes: float, grows: bool, leaving: bool
 ) -> None:
     """x[200, 4000] gathered along what w[4000, n] contracts."""
-    hardware = dataclasses.replace(ROOM, **{"accumulator_on_chip_bytes": 1e7, **changes})
+    hardware = dataclasses.replace(ROOM, **changes)
     whole = Matmul(m=200, k=4000, n=int(result_bytes / 400))
     piece = dataclasses.replace(whole, k=1000, m=200 // pieces)
     work = gathers(whole, piece, directions=pieces, accumulators=pieces)
@@ -405,11 +413,36 @@ def test_results_of_sums_grow_there_if_each_piece_or_joined_column_has_its_own_a
 ) -> None:
     """Results of 1e6 bytes, sums of 2e6 each."""
     work = gather(directions=2, **form)
-    roomy = dataclasses.replace(ROOM, accumulator_on_chip_bytes=4e6, results_on_chip=1.0, on_chip_bytes=1e8)
+    roomy = dataclasses.replace(ROOM, results_on_chip=1.0, on_chip_bytes=1e8)
     # Whole tiles of one column are written to main memory by the last dots.
     assert on_chip(work, 4, roomy).results == (grow and work.columns > 1,)
-    little = dataclasses.replace(roomy, accumulator_on_chip_bytes=2e6 * work.accumulators - 1)
-    assert on_chip(work, 4, little).results == (False,)
+    none = dataclasses.replace(roomy, keeps_sums=False)
+    assert on_chip(work, 4, none).results == (False,)
+
+
+def test_results_of_sums_grow_there_where_each_column_makes_some_of_their_rows() -> None:
+    """x[1000, 4000] gathered along what w[4000, 500] contracts, in columns of 500 of its rows."""
+    whole = Matmul(m=1000, k=4000, n=500)
+    roomy = dataclasses.replace(ROOM, results_on_chip=1.0, on_chip_bytes=1e8)
+    for m, columns, grow in ((500, 2, True), (1000, 2, False), (1000, 1, False)):
+        piece = dataclasses.replace(whole, k=1000, m=m)
+        assert on_chip(gathers(whole, piece, columns=columns), 4, roomy).results == (grow,)
+
+
+def test_what_long_dots_read_does_not_arrive_on_chip() -> None:
+    """x[4096, 4096] gathered on rows: 1024 of them, times w[4096, n], are 8.4e6 * n operations."""
+    roomy = dataclasses.replace(ROOM, on_chip_bytes=1e9, results_on_chip=0.0)
+    for n, near in ((28_000, True), (29_000, False)):
+        whole = Matmul(m=4096, k=4096, n=n)
+        work = gathers(whole, dataclasses.replace(whole, m=1024))
+        assert on_chip(work, 4, roomy).near == ((near, True),)
+
+
+def test_blocks_cut_early_for_all_pieces_are_read_where_they_are_unless_all_fit() -> None:
+    """x[4000, 1000] of 8e6 bytes, of which both directions read blocks of 2e6."""
+    for room, slow, near in ((8e6, False, True), (8e6 - 1, False, False), (8e6 - 1, True, True)):
+        hardware = dataclasses.replace(ROOM, on_chip_bytes=room, places_slowly=slow)
+        assert on_chip(scatter(cut="early", across=True), 4, hardware).near[0][0] == near
 
 
 def test_what_a_batch_s_dots_read_by_blocks_is_held_before_all_else() -> None:
@@ -423,8 +456,7 @@ def test_what_a_batch_s_dots_read_by_blocks_is_held_before_all_else() -> None:
 
 
 def test_sums_that_do_not_stay_may_be_fetched_beside_the_dots_of_others() -> None:
-    far = dataclasses.replace(ROOM, on_chip_bytes=9e6, accumulator_on_chip_bytes=0.0, fetches_sums=True)
-    assert not far.keeps_sums
+    far = dataclasses.replace(ROOM, on_chip_bytes=9e6, keeps_sums=False, fetches_sums=True)
     two = gather(directions=2, accumulators=2)
     assert sum_near(two, 3e6, 0, far) == (True, False)
     assert sum_near(two, 3e6 + 1, 0, far) == (False, False)

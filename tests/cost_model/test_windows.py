@@ -133,7 +133,9 @@ def _brute(of: Fused, rates: Rates) -> float:
     ):
         down, deep, across = -(-of.m // rows), -(-of.k // k), -(-of.n // columns)
         elements = rows * k, k * columns, rows * columns
-        held = 8 * elements[2] + unit.copy_bytes * (-(-rows // 16) * 16 * k + elements[1])
+        held = (6 if down == across == 1 else 8) * elements[2] + unit.copy_bytes * (
+            -(-rows // 16) * 16 * k + elements[1]
+        )
         for side, near, steps in ((0, of.lhs_near, down), (1, of.rhs_near, across)):
             held += 0 if near else (1 if deep == steps == 1 else 2) * 2 * elements[side]
         if held > rates.vmem_bytes:
