@@ -371,8 +371,8 @@ def sums_stay(work: RingWork, sum_bytes: float, held_bytes: float, hardware: Har
     taken to be too large at 12 to 32 MB were priced two to three times as long as they took).
 
     Those of a scatter come and go: they must arrive there, and be little, or have room for two of each piece
-    where dots cut their blocks themselves (v6e: of 12 and 14 MB beside nothing, four pieces of 7 MB beside 24;
-    where blocks were cut early they did not).
+    where dots cut their blocks themselves (v6e: of 12 and 14 MB beside nothing, four pieces of 7 MB beside
+    24; where blocks were cut early they did not).
 
     Args:
       work: the rings.

@@ -336,7 +336,7 @@ class _Search:
 
     @property
     def _lone_sum_bytes(self) -> float:
-        """The same where the result is one window: there is no second buffer, and a float32 one holds the sum."""
+        """The same where the result is one window: without a second buffer, and a float32 one is the sum."""
         of = self.of
         rounded = of.out_width < SINGLE_BYTES
         return SINGLE_BYTES * rounded + of.out_width + of.read_width
