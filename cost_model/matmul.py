@@ -113,6 +113,7 @@ def matmul_s(
     accumulator: str | None = None,
     accumulator_on_chip: bool = False,
     placed: Along | None = None,
+    by_columns: bool = False,
 ) -> float:
     """Seconds one matmul takes on one device.
 
@@ -134,6 +135,7 @@ def matmul_s(
       accumulator_on_chip: whether it lies on the chip, and needs no reading from main memory.
       placed: whether the result is put into its place among the rows or columns of a larger array in the same
         fusion, as a ring's are. On a TPU that leaves less choice of windows.
+      by_columns: whether a TPU's result must be laid out by columns, which leaves less choice too.
 
     Raises:
       TypeError: the hardware is none.
@@ -164,6 +166,7 @@ def matmul_s(
         accumulator_width=0.0 if accumulator is None else dtype_bytes(accumulator),
         accumulator_near=accumulator_on_chip,
         placed=placed,
+        by_columns=by_columns,
     )
     return cycles(fused, rates) / rates.clock_hz
 

@@ -25,14 +25,14 @@ from cost_model.ring_copies import (
     adding_s,
     copies_at_once_s,
     copies_s,
-    cutting_s,
     entering_s,
     gathered_between_tiles_s,
+    halving_s,
     rounding_s,
 )
 from cost_model.ring_on_chip import OnChip, late_s, on_chip, sum_near, sums_stay
 from cost_model.ring_work import RingWork, blocks_of, cut_side, few_rows_between_tiles, sent_side, strip_side
-from cost_model.tile import LANES, SUBLANES, piece_edges, tile_rows
+from cost_model.tile import LANES, SUBLANES, by_columns, piece_edges, tile_rows
 from cost_model.windows import Along
 
 FORESEEN: Final = 1 / 4
@@ -186,14 +186,14 @@ def _estimate(work: RingWork, axis: Axis, *, fetched: bool, cut_out: bool) -> Es
     hops = axis.size - 1
     ragged = _ragged(work, axis)
     # Laid out by columns, and turned round, where additions are no part of the dots (v4, v5e, v5p).
-    turned = ragged and not work.fused and hardware.matmul_tile[2] <= LANES
+    turned = (ragged or _turns(work, hardware)) and not work.fused and hardware.matmul_tile[2] <= LANES
     if ragged and not turned:
         work = _padded(work, hardware)
     copy_s = copies_s(work, axis.size, hardware, cut_out=cut_out)
     placed = on_chip(work, axis.size, hardware)
     dots = work.dots * (hardware.between_tiles if few_rows_between_tiles(work, axis.size) else 1.0)
     first_s = dots * _pieces_s(work, placed, hardware, adds=False) + copy_s
-    summing_s = dots * _pieces_s(work, placed, hardware, adds=True)
+    summing_s = dots * _pieces_s(work, placed, hardware, adds=True, by_columns=turned)
     partial_s = summing_s + copy_s
     partial_s += work.pieces * hardware.stops_s
     add_s = work.apart_bytes / hardware.hbm_bytes_per_s
@@ -274,7 +274,7 @@ def _halfway_estimate(work: RingWork, axis: Axis, *, fetched: bool) -> Estimate:
     )
     wires_s = [*pairs * [pair_s], *halves * [half_s]]
     # What has furthest to go is cut in halves before its last hop.
-    cut_s = halves * cutting_s(work, hardware) / work.columns
+    cut_s = halves * halving_s(work, hardware) / work.columns
     beside_s = functools.partial(_beside_s, work) if hardware.overlaps else operator.add
     besides_s = map(beside_s, dots_s, wires_s)
     ring_s = sum(besides_s) + cut_s + dots_s[-1]
@@ -300,6 +300,12 @@ def _ragged(work: RingWork, axis: Axis) -> bool:
     return blocks == "ragged columns" or (
         blocks == "columns" and any(piece.n % LANES for piece in work.piece)
     )
+
+
+def _turns(work: RingWork, hardware: Hardware) -> bool:
+    """Whether a TPU's compiler lays the products of a scatter out by columns, as they are padded less so."""
+    scatters = hardware.network == "torus" and work.collective == "reduce_scatter"
+    return scatters and all(by_columns(piece.m, piece.n) for piece in work.piece)
 
 
 def _padded(work: RingWork, hardware: Hardware) -> RingWork:
@@ -514,7 +520,15 @@ def _shards_bytes(work: RingWork, axis_size: int, hardware: Hardware) -> float:
     return held_bytes - near_bytes if hardware.receives_on_chip else held_bytes
 
 
-def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool, last: bool = False) -> float:
+def _pieces_s(
+    work: RingWork,
+    placed: OnChip,
+    hardware: Hardware,
+    *,
+    adds: bool,
+    last: bool = False,
+    by_columns: bool = False,
+) -> float:
     """Seconds of one piece's dots: in the first step, or in one that adds to sums, where there are any.
 
     Args:
@@ -523,6 +537,7 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool,
       hardware: where they run.
       adds: whether this step adds to sums.
       last: whether it makes a gather's results of them.
+      by_columns: whether the products are laid out by columns, to be turned round.
     """
     gathered = work.collective == "all_gather"
     summed = [piece.k < whole.k if gathered else work.fused for piece, whole in work.pairs]
@@ -550,6 +565,7 @@ def _pieces_s(work: RingWork, placed: OnChip, hardware: Hardware, *, adds: bool,
                 accumulator=work.accumulator if added and not hardware.lone_matmuls else None,
                 accumulator_on_chip=added and sum_before,
                 placed=along,
+                by_columns=by_columns,
             )
             near_s = dot_s(lhs_on_chip=lhs, rhs_on_chip=rhs)
             if placed.arriving and not number:

@@ -53,6 +53,13 @@ CUTTING_BETWEEN_TILES: Final = 4.4
 """Of cutting such a block early, which spares the copy of the whole, beside what cutting takes anyway (v5e,
 v6e: 3.8 to 5.0)."""
 
+SLICING_NARROW: Final = 3.0
+"""Of cutting shards of elements of a byte into what is sent, at least (2.2 to 4.4; 7x: 4 to 8)."""
+
+HALVING_NARROW: Final = 1.8
+"""How many times as long as that it takes to cut them in halves half way round, where two operations do (v5e,
+v5p, v6e: 1 to 3, 7x: 1)."""
+
 LAYING_OUT_GATHERED: Final = 3.0
 """Of putting gathered columns beside each other that are no whole tiles (v6e: 1.4 and 4.9, v4: 3.4)."""
 
@@ -181,7 +188,18 @@ def cutting_s(work: RingWork, hardware: Hardware) -> float:
     """Seconds of cutting a shard into pieces that are sent."""
     if hardware.network != "torus":
         return 0.0
-    return hardware.slicing * 2 * work.shard_bytes / hardware.hbm_bytes_per_s
+    slicing = max(hardware.slicing, SLICING_NARROW if _narrow(work) else 0.0)
+    return slicing * 2 * work.shard_bytes / hardware.hbm_bytes_per_s
+
+
+def halving_s(work: RingWork, hardware: Hardware) -> float:
+    """Seconds of cutting the last shards in halves, of which half a one comes from either side."""
+    return cutting_s(work, hardware) * (HALVING_NARROW if _narrow(work) else 1.0)
+
+
+def _narrow(work: RingWork) -> bool:
+    """Whether all elements have a byte."""
+    return all(dtype_bytes(whole.dtype) == 1 for whole in work.matmuls)
 
 
 def gathered_between_tiles_s(work: RingWork, axis_size: int, hardware: Hardware) -> float:

@@ -370,9 +370,9 @@ def sums_stay(work: RingWork, sum_bytes: float, held_bytes: float, hardware: Har
     since a dot makes its sum beside the one that it reads (v5e, v6e, 7x: 15 compiled rings whose sums were
     taken to be too large at 12 to 32 MB were priced two to three times as long as they took).
 
-    Those of a scatter come and go: they must arrive there, and be little, or have room for two of each piece
-    where dots cut their blocks themselves (v6e: of 12 and 14 MB beside nothing, four pieces of 7 MB beside
-    24; where blocks were cut early they did not).
+    Those of a scatter come and go: they must arrive there, and have room for two of each piece where dots cut
+    their blocks themselves (of 150 compiled rings of v5e and v6e two thirds were priced more exactly so; sums
+    of 12 and 14 MB stayed, and not those of 49). Where blocks are cut early only little ones do, on v6e.
 
     Args:
       work: the rings.
@@ -386,9 +386,9 @@ def sums_stay(work: RingWork, sum_bytes: float, held_bytes: float, hardware: Har
         elements = [piece.batch * piece.m * piece.n for piece in work.piece]
         made_bytes = sum_bytes * max(elements) / sum(elements)
         return sum_bytes * work.accumulators + max(held_bytes, made_bytes) <= hardware.on_chip_bytes
-    if not hardware.receives_on_chip or hardware.results_on_chip == 0 or hardware.places_slowly:
+    if not hardware.receives_on_chip or hardware.results_on_chip == 0:
         return False
-    room_bytes = beside_bytes(0, hardware)
+    room_bytes = 0.0 if hardware.places_slowly else beside_bytes(0, hardware)
     if work.cut == "dot":
         room_bytes = max(room_bytes, (hardware.on_chip_bytes - held_bytes) / (2 * work.pieces))
     return sum_bytes <= room_bytes

@@ -9,7 +9,7 @@ from cost_model.axis import Directions
 from cost_model.dtypes import dtype_bytes
 from cost_model.matmul import Matmul
 from cost_model.on_chip import OTHER, SIDES, Side, side_bytes
-from cost_model.tile import LANES, LEAST_WINDOW_ROWS, tile_rows
+from cost_model.tile import LANES, LEAST_WINDOW_ROWS, SUBLANES, tile_rows
 
 Cut = Literal["dot", "apart", "early"]
 """How blocks of an operand are cut out of the whole: by the dot that reads them, or copied right before it,
@@ -187,10 +187,16 @@ def begins_at_tiles(work: RingWork, axis_size: int) -> bool:
     """Whether the blocks of rows that a scatter's dots cut out, one a device, begin where a tile does."""
     return all(
         (whole.n if cut_side(work, axis_size, number) == "rhs" else whole.m)
-        % (axis_size * tile_rows(dtype_bytes(whole.dtype)))
+        % (axis_size * _rows_of_tile(whole.dtype))
         == 0
         for number, whole in enumerate(work.matmuls)
     )
+
+
+def _rows_of_tile(dtype: str) -> int:
+    """Rows of a tile: half as many of float32 as of elements of two bytes."""
+    itemsize = dtype_bytes(dtype)
+    return SUBLANES if itemsize > 2 else tile_rows(itemsize)
 
 
 def blocks_of(work: RingWork, axis_size: int) -> Blocks:

@@ -58,6 +58,9 @@ LEAST_AREA: Final = {False: 1 << 16, True: 1 << 14}
 """Elements of a window of K and columns: smaller ones are tried only where the operand is little. And fewer
 where windows must divide the rows: there may be very many then."""
 
+LITTLE_DEPTH: Final = 2
+"""Tiles of K of which windows of few columns are tried too, beside many rows."""
+
 MOST_AREA: Final = 1 << 24
 """The same: larger ones do not fit on any chip."""
 
@@ -80,6 +83,11 @@ COPY_BYTES: Final = 2
 
 LIMIT_BYTES: Final = 2**25
 """What they may take, where the compiler tries again."""
+
+CROWDED: Final = 0.8
+"""Share of that beyond which rows that are copied, with their copies, are taken to need twice as much, where
+results are put into place: of six such windows the log says 1.4 to 2.1 times, and tries of a ninth of the
+memory."""
 
 _Floats = npt.NDArray[np.float64]
 
@@ -189,6 +197,8 @@ class Fused:
         if there is none.
       accumulator_near: whether that lies on the chip.
       placed: where the result is put into a larger array; None if it is one.
+      by_columns: whether the result must be laid out by columns. The compiler then lays operands out anew in
+        windows of whole tiles, and takes twice the memory for that.
     """
 
     batch: int
@@ -205,11 +215,12 @@ class Fused:
     accumulator_width: float = 0.0
     accumulator_near: bool = False
     placed: Along | None = None
+    by_columns: bool = False
 
     @property
     def turned(self) -> bool:
-        """Whether rows are laid out in the place of columns, since the result is padded less so."""
-        return by_columns(self.m, self.n)
+        """Whether rows are laid out in the place of columns: they must be, or the result is padded less so."""
+        return self.by_columns or by_columns(self.m, self.n)
 
     @property
     def read_width(self) -> float:
@@ -236,7 +247,7 @@ def cycles(of: Fused, rates: Rates) -> float:
 
 def _less(rates: Rates, less_bytes: float) -> Rates:
     """The same with less memory for windows."""
-    return dataclasses.replace(rates, vmem_bytes=max(1.0, rates.vmem_bytes - less_bytes))
+    return dataclasses.replace(rates, vmem_bytes=max(RETRY_BYTES, rates.vmem_bytes - less_bytes))
 
 
 class _Search:
@@ -248,6 +259,8 @@ class _Search:
 
     def __init__(self, of: Fused, rates: Rates) -> None:
         self.of, self.rates, self.unit = of, rates, rates.units[of.unit]
+        if of.by_columns:
+            self.unit = dataclasses.replace(self.unit, copy_bytes=2 * self.unit.copy_bytes)
         self.turned = of.turned
         self.sublane_size, self.lane_size = (of.n, of.m) if self.turned else (of.m, of.n)
         k, lanes = _areas(_tiles(of.k), _tiles(self.lane_size), rates.exact, self._placed("rows"))
@@ -278,7 +291,7 @@ class _Search:
         """By how much the best windows turn out not to fit.
 
         Where their rows are no whole packed tiles the compiler copies them, which it does not reckon with
-        (7x: five such windows took 0 to 15 % more than this, by its log).
+        (7x: five such windows took 0 to 15 % more than this, by its log; and see `CROWDED`).
         """
         if not self.rates.retries or self.of.unit == "int8":
             return 0.0
@@ -295,6 +308,9 @@ class _Search:
             width, near = self._operand(sublanes=sublanes)
             if not near:
                 taken += size * k * width * (1 if batches == steps == deep == 1 else 2)
+        twice = 2 * COPY_BYTES * batch * rows * k
+        if self.of.placed == "rows" and twice > CROWDED * LIMIT_BYTES:
+            return 2 * twice - LIMIT_BYTES
         return batch * taken - LIMIT_BYTES
 
     @property
@@ -310,7 +326,7 @@ class _Search:
 
     def _rows(self) -> _Floats:
         """Rows of the windows: the most that fit beside the others, and fewer."""
-        grain = NARROW_ROWS if self.of.unit == "int8" else SUBLANES
+        grain = LANES if self.of.by_columns else NARROW_ROWS if self.of.unit == "int8" else SUBLANES
         tried = np.array(_windows(self.sublane_size, grain), float)
         if self._placed("rows") and self.sublane_size % SUBLANES == 0:
             tried = tried[self.sublane_size % tried == 0]
@@ -535,13 +551,14 @@ def _batches(size: int) -> tuple[int, ...]:
 def _areas(deep: int, across: int, even: bool, small: bool) -> tuple[_Floats, _Floats]:
     """Pairs of K and columns of windows, of so many tiles; even ones also, if the unit is two tiles wide.
 
-    Small ones are left out, unless they are asked for.
+    Small ones are left out, unless they are asked for, or what is contracted is little.
     """
     steps = (1, 2) if even else (1,)
     k = LANES * np.array(_least(deep, steps), float)
     columns = LANES * np.array(_least(across, steps), float)
     area = k[:, None] * columns[None, :]
     least = min(LEAST_AREA[small], deep * across * LANES * LANES / 16)
-    kept = (area >= least) & (area <= MOST_AREA)
+    little = (k[:, None] >= deep * LANES) & (deep <= LITTLE_DEPTH)
+    kept = (little | (area >= least)) & (area <= MOST_AREA)
     first, second = np.nonzero(kept)
     return k[first], columns[second]
