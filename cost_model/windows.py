@@ -219,7 +219,7 @@ class Fused:
 
     @property
     def turned(self) -> bool:
-        """Whether rows are laid out in the place of columns: they must be, or the result is padded less so."""
+        """Whether rows are laid out in the place of columns: they must be, or the result is padded less."""
         return self.by_columns or by_columns(self.m, self.n)
 
     @property

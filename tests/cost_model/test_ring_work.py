@@ -7,7 +7,8 @@ from typing import Literal
 
 import pytest
 
-from cost_model import Axis, Hardware, by_name
+from cost_model import Axis, Hardware, by_name, estimate
+from cost_model.chain_sizes import IN_COLUMNS, JOINED
 from cost_model.form import Form
 from cost_model.plain_chain import PlainChain, chain_of, forms, price, works
 from cost_model.ring_work import RingWork, cut_side, sent_side, strip_side
@@ -63,6 +64,18 @@ def test_a_square_weight_and_as_many_tokens_are_priced_as_if_they_differed_by_li
         ).added_bytes
 
     assert added_bytes(8192) == pytest.approx(added_bytes(8192 + 64), rel=0.05)
+
+
+@pytest.mark.parametrize("columns", [1, 4])
+def test_rings_whose_pieces_are_joined_are_priced_a_little_above_their_parts(columns: int) -> None:
+    chain = chain_of("all_gather_dot", 4096, 8192, 4096, cut="k", operand="rhs")
+    axis, form = Axis(by_name("tpu_v6e"), 8), Form(directions=2, columns=columns, joined=True)
+    (work,) = works(chain, form, axis)
+    longer = JOINED * (IN_COLUMNS if columns > 1 else 1.0)
+    assert price(chain, form, axis).overlapped_s == pytest.approx(longer * estimate(work, axis).overlapped_s)
+    switch = Axis(by_name("h100"), 8)
+    (work,) = works(chain, form, switch)
+    assert price(chain, form, switch).overlapped_s == estimate(work, switch).overlapped_s
 
 
 def test_the_sides_are_of_every_matmul() -> None:

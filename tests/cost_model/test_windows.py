@@ -112,6 +112,45 @@ def test_windows_that_turn_out_not_to_fit_are_tried_again_with_less() -> None:
     assert cycles(narrow, table) == cycles(narrow, once)
 
 
+def test_copied_rows_that_crowd_out_the_rest_are_tried_with_far_less() -> None:
+    """By the log of v7x's compiler: 75 thousand cycles, and 636 thousand once they did not fit twice."""
+    table = table_of(by_name("tpu_7x"))
+    assert table is not None
+    odd, even = (dot(m, 3968, 1920, rhs_near=True, placed="rows") for m in (1768, 1776))
+    assert cycles(odd, table) > 1.5 * cycles(odd, dataclasses.replace(table, retries=False))
+    assert cycles(even, table) == cycles(even, dataclasses.replace(table, retries=False))
+    # What is not put into its place in a larger array is not; nor is less than that.
+    assert cycles(dataclasses.replace(odd, placed=None), table) < 1.2 * cycles(even, table)
+    odd, even = (dataclasses.replace(each, k=1984) for each in (odd, even))
+    assert cycles(odd, table) < 1.2 * cycles(even, table)
+
+
+def test_a_result_of_one_window_has_no_second_buffer() -> None:
+    """By the log of v5p's compiler: 339,188 cycles; a float32 result holds the sum itself."""
+    table = table_of(by_name("tpu_v5p"))
+    assert table is not None
+    wide = {"unit": "float32", "lhs_width": 4.0, "rhs_width": 4.0}
+    assert cycles(dot(2152, 22912, 640, **wide, out_width=4.0), table) == pytest.approx(339_188, rel=0.02)
+
+
+def test_windows_of_few_columns_are_tried_where_little_is_contracted() -> None:
+    """By the log of v7x's compiler: all of 11,520 rows, and 256 of 18,944 columns."""
+    table = table_of(by_name("tpu_7x"))
+    assert table is not None
+    assert cycles(dot(11520, 128, 18944, rhs_near=True), table) == pytest.approx(851_304, rel=1e-3)
+
+
+def test_a_result_laid_out_by_columns_leaves_windows_of_whole_tiles() -> None:
+    """By the log of v5p's compiler: 887,354 cycles, for 743,472 of one that is laid out as it comes."""
+    table = table_of(by_name("tpu_v5p"))
+    assert table is not None
+    turned = dot(2752, 19584, 1600, out_width=4.0, by_columns=True)
+    assert cycles(turned, table) == pytest.approx(887_354, rel=1e-3)
+    assert cycles(dataclasses.replace(turned, by_columns=False), table) < 760_000
+    # Also one whose rows are whole tiles is.
+    assert dot(256, 128, 256, by_columns=True).turned and not dot(256, 128, 256).turned
+
+
 def test_k_is_cut_if_nothing_else_fits_by_hand() -> None:
     """Partial sums are added up, a cycle for each register, and half a one to make bfloat16 of it."""
     m, n = 8, 128
