@@ -40,6 +40,10 @@ ARRIVING_FLOPS: Final = 2.4e11
 read them from main memory, whatever their size (of 100 compiled gathers those of 2.3e11 on v6e and of 2.5e11
 on v5e arrived, and not those of 2.45e11 and 2.6e11)."""
 
+SUMS_ROOM: Final = 1.05
+"""How much more than else may be on chip with the sums of a gather: those of six compiled rings stayed that
+together with what was held would take 1.00 to 1.045 of the room, and those of three that would take 1.09."""
+
 Near = tuple[bool, bool]
 """Whether the left and the right operand are on chip before a dot starts."""
 
@@ -367,7 +371,7 @@ def sums_stay(work: RingWork, sum_bytes: float, held_bytes: float, hardware: Har
     """Whether partial sums stay on chip from one dot to the next.
 
     Those of a gather stay if there is room beside the operands that are held, and for one more of them,
-    since a dot makes its sum beside the one that it reads (v5e, v6e, 7x: 15 compiled rings whose sums were
+    since a dot makes its sum beside the one that it reads (v5e, v6e, 7x: 12 compiled rings whose sums were
     taken to be too large at 12 to 32 MB were priced two to three times as long as they took).
 
     Those of a scatter come and go: they must arrive there, and have room for two of each piece where dots cut
@@ -385,7 +389,9 @@ def sums_stay(work: RingWork, sum_bytes: float, held_bytes: float, hardware: Har
     if work.collective == "all_gather":
         elements = [piece.batch * piece.m * piece.n for piece in work.piece]
         made_bytes = sum_bytes * max(elements) / sum(elements)
-        return sum_bytes * work.accumulators + max(held_bytes, made_bytes) <= hardware.on_chip_bytes
+        needed_bytes = held_bytes + sum_bytes * work.accumulators + made_bytes
+        room = held_bytes < hardware.on_chip_bytes
+        return room and needed_bytes <= SUMS_ROOM * hardware.on_chip_bytes
     if not hardware.receives_on_chip or hardware.results_on_chip == 0:
         return False
     room_bytes = 0.0 if hardware.places_slowly else beside_bytes(0, hardware)
