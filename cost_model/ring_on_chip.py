@@ -135,9 +135,9 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
                 held_bytes += needed_bytes
                 room_bytes -= needed_bytes
                 each_bytes[len(found)] += needed_bytes
-            crowded = apart and work.columns > 1 and hardware.receives_on_chip
-            if sent is not None and crowded and side_bytes(whole, cut) > hardware.on_chip_bytes:
-                held_bytes = hardware.on_chip_bytes
+            if sent is not None and apart and work.columns > 1 and hardware.receives_on_chip:
+                fits = side_bytes(whole, cut) <= hardware.on_chip_bytes
+                held_bytes = held_bytes + side_bytes(whole, cut) / 2 if fits else hardware.on_chip_bytes
         found.append((near["lhs"], near["rhs"]))
     if _fits_beside(work, held_bytes, hardware):
         awaited_bytes = (0.0,)
