@@ -225,9 +225,9 @@ def pricer(sizes: Sizes, axis: Axis, *, psum: bool = False) -> Pricer:
 
     def price(form: AnyForm) -> Estimate:
         found = of_form(form)
-        if axis.hardware.network != "torus":
-            return found
         longer = (IN_COLUMNS if form.columns > 1 else 1.0) * (JOINED if form.joined else 1.0)
+        if longer == 1 or axis.hardware.network != "torus":
+            return found
         return dataclasses.replace(found, overlapped_s=longer * found.overlapped_s)
 
     def of_form(form: AnyForm) -> Estimate:

@@ -82,7 +82,9 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     the compiler fetches (7x, of 60 compiled rings: all up to 2 MB beside room for them). Others fetch it if
     it fills tiles, but for the first of a step's pieces (14 compiled rings of v5p: of four pieces three are).
     What is cut out for all columns of a gather, of an operand that does not fit, takes what room shards that
-    arrive leave (v4, v5e, v6e: of 16 compiled rings 9 took 1.1 to 2 times as long as with sums that stay).
+    arrive leave (v4, v5e, v6e: of 16 compiled rings 9 took 1.1 to 2 times as long as with sums that stay); of
+    one that fits it takes half of its size, as the blocks go one by one. What long dots of a gather read does
+    not arrive there (`ARRIVING_FLOPS`).
     """
     shared = [_shared_side(work, axis_size, number, hardware) for number in range(len(work.matmuls))]
     first_bytes = _cut_first_bytes(work, axis_size, shared, hardware)
@@ -101,6 +103,7 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
     found: list[Near] = []
     each_bytes = list(map(operator.add, first_bytes, map(side_bytes, work.matmuls, shared)))
     arriving: Side | None = None
+    long = hardware.receives_on_chip and _step_flops(work) > ARRIVING_FLOPS
     comes_near = hardware.receives_on_chip or (hardware.fetches_shards and work.columns == 1)
     read_often_bytes = little_bytes
     if len(work.matmuls) > 1 and hardware.network == "torus":
@@ -118,8 +121,8 @@ def on_chip(work: RingWork, axis_size: int, hardware: Hardware) -> OnChip:
             arriving = sent if near[sent] else None
         if sent is not None and _arrives_beside(work, sent, held_bytes, hardware):
             near[sent] = True
-        if sent is not None and hardware.receives_on_chip:
-            near[sent] = near[sent] and _step_flops(work) <= ARRIVING_FLOPS
+        if sent is not None and long:
+            near[sent] = False
         if sent is not None and _comes_whole(work, hardware) and side_bytes(piece, sent) <= room_bytes:
             near[sent], arriving = True, None
         cut = _read_by_blocks(work, axis_size, number)
@@ -174,7 +177,7 @@ def _stay_far(work: RingWork, number: int, hardware: Hardware) -> bool:
 
 def _step_flops(work: RingWork) -> float:
     """Floating-point operations of the dots of one step."""
-    return work.dots * sum(2.0 * piece.batch * piece.m * piece.k * piece.n for piece in work.piece)
+    return work.dots * sum(piece.flops for piece in work.piece)
 
 
 def _fits_beside(work: RingWork, held_bytes: float, hardware: Hardware) -> bool:
@@ -251,7 +254,7 @@ def _arrives_beside(work: RingWork, sent: Side, held_bytes: float, hardware: Har
     """Whether the shards of a gather's only dot arrive on chip: where there is room for three.
 
     That is beside a result that grows there, and for six where they go both ways, each half way round. Of 29
-    compiled rings (v4, v5e, v6e: shards of 7 to 33 MB) all did, but for a gather of rows on v5e; one of 25 MB
+    compiled rings (v4, v5e, v6e: shards of 7 to 33 MB) all did, but for one of long dots on v5e; one of 25 MB
     of 64 that did not have room (v4) did not.
     """
     one = len(work.matmuls) == 1 and work.piece[0].k == work.matmuls[0].k
